@@ -9,6 +9,7 @@ All calls are collective: every rank makes the same ones in the same order. A ra
 silent for longer than the deadline ends the others with an error.
 """
 
+import gc
 import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -43,7 +44,7 @@ ENDLESS = timedelta(days=365)  # between calls of rank 0
 GLOO_INTERFACE, NCCL_INTERFACE = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Ranks:
     """This process among `count` ranks; without a mesh it is alone and all calls are trivial.
 
@@ -155,13 +156,17 @@ class Ranks:
     def leave(self, *, failed: bool = False) -> None:
         """Destroy the groups; no other call is possible afterwards.
 
-        After a failure it does not wait for the others: a process that ends with a broken group
-        can crash, and then its exit code hides the cause.
+        Gloo's threads end with the last reference to a group, and must end before Python does: one
+        that lets go of a tensor later aborts the process. After a failure this does not wait for
+        the others: a process that ends with a broken group can crash, and then its exit code hides
+        the cause.
         """
         if self.mesh is not None and failed:
             dist.distributed_c10d._abort_process_group()
         elif self.mesh is not None:
             dist.destroy_process_group()
+            self.mesh = self.host = self.calls = None
+            gc.collect()  # what a sharded model holds, in cycles
 
 
 def alone(device: str) -> Ranks:

@@ -22,7 +22,7 @@ from evolver_async.config import Config, ConfigError, StageConfig
 from evolver_async.config.checks import check
 from evolver_async.process.setup import RoleArgs
 from learner.optimize.adamw import make_adamw, master, update
-from learner.ranks.process_group import alone, check_apart
+from learner.ranks.process_group import alone, check_apart, join
 from learner.run.rank_server import meeting
 
 pytestmark = pytest.mark.process
@@ -228,6 +228,22 @@ def test_what_several_ranks_cannot_do_is_refused_by_its_key(key, change):
     change(settings)
     with pytest.raises(ConfigError, match=f"^{key}"):
         check(settings)
+
+
+def leave_at_once(rank: int, directory: Path) -> None:
+    """One of two spawned ranks: hears and is gone."""
+    ranks = join(directory / "meeting", rank, 2, device="cpu", deadline_s=60.0)
+    if rank == 0:
+        ranks.tell(b"the end")
+    else:
+        ranks.hear()
+    ranks.leave()
+    names = [(task / "comm").read_text() for task in Path("/proc/self/task").iterdir()]
+    assert not [name for name in names if "gloo" in name], "it could abort this process at its end"
+
+
+def test_no_thread_of_a_group_outlives_it(tmp_path: Path) -> None:
+    mp.spawn(leave_at_once, args=(tmp_path,), nprocs=2)  # pyright: ignore[reportPrivateImportUsage]
 
 
 def test_ranks_leave_nccl_the_network_that_weights_need(tmp_path, monkeypatch):
