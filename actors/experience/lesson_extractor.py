@@ -17,6 +17,7 @@ import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
@@ -202,14 +203,13 @@ class LessonExtractor:
         self, question: str, most: int, query: str, episodes: Sequence[Transcript]
     ) -> list[Lesson]:
         prompt = prompts.lessons(question, most, self._longest, query, episodes)
-        return (
-            await self._ask(prompt, lambda answer: parse_lessons(answer, most, self._longest)) or []
-        )
+        parse = partial(parse_lessons, most=most, longest=self._longest)
+        return await self._ask(prompt, parse) or []
 
     async def _rewrite(self, query: str, texts: list[str]) -> list[str]:
         prompt = prompts.rewrite(query, texts, self._longest)
         try:
-            return await self._ask(prompt, lambda answer: parse_text(answer, self._longest)) or []
+            return await self._ask(prompt, partial(parse_text, longest=self._longest)) or []
         except Unavailable as error:
             self._counts["unanswered"] += 1
             log.warning("experience is not rewritten: %s", error)
@@ -224,7 +224,8 @@ class LessonExtractor:
 def parse_lessons(answer: str, most: int, longest: int) -> list[Lesson]:
     """Read at most `most` lessons in an answer, with contents of at most `longest` characters.
 
-    Raise ValueError for anything else."""
+    Raise ValueError for anything else.
+    """
     lessons = decode_json(answer, list[Lesson])
     lessons = [Lesson(plain(lesson.when_to_use), plain(lesson.content)) for lesson in lessons]
     if len(lessons) > most:

@@ -10,7 +10,6 @@ from actors.experience.state_keys import readable
 from actors.llm.quoting import MARK, MAX_CHARS, plain
 
 CONTRAST = "{state} {good} not {bad}"
-STATE_CHARS = 300  # of the state in a text
 
 
 def contrast(state: str, good: str, bad: str, max_chars: int = MAX_CHARS) -> str:
@@ -21,10 +20,10 @@ def contrast(state: str, good: str, bad: str, max_chars: int = MAX_CHARS) -> str
     state = readable(state)
     text = CONTRAST.format(state=state, good=good, bad=bad)
     room = max_chars - len(MARK)
-    if len(plain(state)) <= STATE_CHARS and len(plain(text)) <= room:
+    if len(plain(text)) <= room:
         return text
     actions = plain(CONTRAST.format(state="", good=good, bad=bad))
-    share = min(STATE_CHARS, room - len(actions) - 1)
+    share = room - len(actions) - 1
     return f"{plain(state)[:share]} {actions}" if share > 0 else ""
 
 

@@ -148,13 +148,14 @@ def _learner(
     yield MemoryPart("activations", activation_bytes(largest, shape), "learner.token_budget", gpu)
     logits = logits_bytes(config, shape, gpu)
     yield MemoryPart("logits", logits, "learner.logprob_chunk", gpu)
+    if gpu:  # moments on their way to the file
+        yield MemoryPart("checkpoint being written", 2 * own, "learner.ranks")
     published = _published(config, shape)
     if channel(config) == "cuda_ipc" and not adapted:
         held = versions_kept(config) * published
         yield MemoryPart("published weights", held, "weights.kind", gpu)
         return
-    if gpu and channel(config) == "shm":  # the file is what a GPU copies to; moments go by the host
-        yield MemoryPart("checkpoint being written", 2 * own, "learner.ranks")
+    if gpu and channel(config) == "shm":  # a GPU copies to the file itself
         return
     kept = versions_kept(config) if channel(config) == "collective" else 0
     gathered = published if ranks > 1 else 0

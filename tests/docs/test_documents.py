@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from actors.checks.config import check
 from actors.envs.base import REGISTRY
 from evolver_async.cli import _parser
 from evolver_async.config import Config, StageConfig
@@ -124,9 +125,15 @@ def test_configuration_keys_that_are_named_exist(page: Path) -> None:
 
 
 @pytest.mark.parametrize(("page_name", "command"), [*train_commands()])
-def test_train_commands_load(page_name: str, command: str) -> None:
+def test_train_commands_are_accepted(
+    page_name: str, command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By all that is checked before a start, but for what only its reader has."""
+    monkeypatch.syspath_prepend(ROOT)
     recipe, *changes = shlex.split(command)
-    load(ROOT / recipe, changes)
+    config = load(ROOT / recipe, changes)
+    if "my_package" not in command and config.engine.kind != "vllm":
+        check(config)
 
 
 def test_train_commands_are_found_whole() -> None:
