@@ -5,12 +5,13 @@
 Three producers put trajectories of 8 KiB as fast as the queue accepts them, a consumer takes them.
 Each peer runs as its documents say, in an environment of its own, `.venv-peer-NAME`, which the
 first call makes. Ours acknowledges a trajectory after its sync to the disk; no peer writes
-anything. A round of a peer follows one of ours; the ratio is taken within the pair. A peer whose
-consumer falls behind drops the oldest (`dropped`), grows, or blocks its producers. A peer that
-cannot be installed is named.
+anything. A round of a peer follows one of ours; ratios are taken within the pair. A peer whose
+consumer falls behind drops the oldest (`dropped`), grows, or blocks its producers: then fewer are
+taken than put. A peer that cannot be installed is named.
 """
 
 import argparse
+import asyncio
 import json
 import os
 import statistics
@@ -129,16 +130,22 @@ def ours(seconds: float) -> Round:
         while min(_used(process) for process in processes[:-1]) < 1.0:
             time.sleep(0.1)  # interpreters that start
         time.sleep(WARMUP_S)
-        start, before = time.perf_counter(), sum(map(_used, processes))
+        start, before, taken = time.perf_counter(), sum(map(_used, processes)), _taken(buffer)
         time.sleep(seconds)
         end, used = time.perf_counter(), sum(map(_used, processes)) - before
-        delivered, takes = crowd.end()
+        taken = _taken(buffer) - taken
+        delivered, _ = crowd.end()
         buffer.end()
     ends = np.concatenate([one.ends for one in delivered])
     put = int(((ends >= start) & (ends < end)).sum())
-    assert takes, "the learner took nothing"
-    rate = put / (end - start)
-    return Round(rate, rate, 0.0, 1e6 * used / put)
+    assert taken, "the learner took nothing"
+    return Round(put / (end - start), taken / (end - start), 0.0, 1e6 * used / put)
+
+
+def _taken(buffer: BufferProcess) -> int:
+    """Trajectories that the learner has taken and reported."""
+    trained = asyncio.run(buffer.status())["ledger"]["trained"]
+    return sum(one["trajectories"] for reasons in trained.values() for one in reasons.values())
 
 
 def _used(process: psutil.Process) -> float:
@@ -172,8 +179,10 @@ def main() -> None:
             f"dropped {spread([one.dropped for one in other], 0)}/s, "
             f"{spread([one.used_us for one in other], 0)} us of processor each; "
             f"ours, durable {spread([one.put for one in mine], 0)}/s, "
+            f"taken {spread([one.got for one in mine], 0)}/s, "
             f"{spread([one.used_us for one in mine], 0)} us; "
-            f"ratio {spread([a.put / b.put for a, b in pairs], 2)}",
+            f"ratio of put {spread([a.put / b.put for a, b in pairs], 2)}, "
+            f"of taken {spread([a.got / b.got for a, b in pairs], 2)}",
             flush=True,
         )
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
 from multiprocessing.synchronize import Event
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -248,14 +249,19 @@ class BufferProcess:
 
     async def answers(self) -> bool:
         """Whether it replies within a moment."""
-        client = DealerClient(self.address, self.run_dir.name, "visitor", resend_s=ANSWER_S / 4)
         try:
-            await client.request(StatusRequest(), timeout_s=ANSWER_S)
+            await self.status(ANSWER_S)
         except TimeoutError:
             return False
+        return True
+
+    async def status(self, timeout_s: float | None = None) -> dict[str, Any]:
+        """What it says of itself; TimeoutError if it says nothing for so long."""
+        client = DealerClient(self.address, self.run_dir.name, "visitor", resend_s=ANSWER_S / 4)
+        try:
+            return (await client.request(StatusRequest(), timeout_s=timeout_s)).status
         finally:
             client.close()
-        return True
 
     def cpu_s(self) -> float:
         """CPU seconds used so far: what its start takes on a machine with nothing else to do."""
