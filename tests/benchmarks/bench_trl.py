@@ -17,9 +17,10 @@ TRL runs in an environment of its own, `.venv-peer-trl`, which the first call ma
 alternate; the ratio, ours to TRL's, is taken within a round.
 
     OMP_NUM_THREADS=1 python tests/benchmarks/bench_trl.py --time-to .85 [--seeds 0] [--limit 900]
+        [--latency .05]
 
-trains both on FrozenLake instead, until success on held-out tasks reaches the mark
-(`trl_time_to.py`).
+trains both on FrozenLake instead, until success on held-out tasks reaches the mark, with fast or
+with slow environments (`trl_time_to.py`).
 """
 
 import argparse
@@ -189,13 +190,14 @@ def main() -> None:
     parser.add_argument("--time-to", type=float, metavar="SUCCESS")
     parser.add_argument("--seeds", type=int, nargs="*", default=[0])
     parser.add_argument("--limit", type=float, default=900.0, metavar="SECONDS")
+    parser.add_argument("--latency", type=float, default=0.0, metavar="SECONDS")
     args = parser.parse_args()
     torch.set_num_threads(1)
     if reason := install("trl", PEER):
         sys.exit(f"TRL is not installed: {reason}")
     if args.time_to is not None:
         for seed in args.seeds:
-            race(seed, args.time_to, args.limit)
+            race(seed, args.time_to, args.limit, args.latency)
         return
     for size in args.sizes or SIZES:
         compare(size, args.rounds)

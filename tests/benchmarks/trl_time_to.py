@@ -4,6 +4,8 @@
 `trl_frozen_lake.yaml`: 3x3 maps, up to three turns of two actions, the whole episode in one
 context, 32 groups of 8 a step, four updates, the same tasks, prompts, turn format and rewards.
 Success is greedy, on the first `eval.episodes` tasks of the test split, every `eval.every` steps.
+With `--latency` each step of the environment takes a lognormal time (σ = 1) with this median; then
+ours may run all groups of a step at once, as TRL does, which waits for the slowest of each turn.
 
 Ours is `evolver-async train` with its processes, from the start of the command until the row of the
 evaluation is written. TRL's is GRPOTrainer in one process (`peers/trl_frozen_lake.py`), synchronous
@@ -27,10 +29,11 @@ import psutil
 from bench_peers import ROOT, SCRIPTS
 from training import call
 
-from evolver_async.config import Config
+from evolver_async.config import Config, LatencyConfig
 from evolver_async.config.load import dump, load
 
 RECIPE = Path(__file__).parent / "trl_frozen_lake.yaml"
+GROUPS = 40  # that each of two actors may run under latency
 BATCH = 64  # rows of a forward pass of TRL, all of an update
 POLL_S, GRACE_S = 0.2, 60.0
 
@@ -139,7 +142,18 @@ def report(name: str, found: list[Evaluation], mark: float) -> None:
     print(f"    success by step (processor seconds): {curve}", flush=True)
 
 
-def race(seed: int, mark: float, limit_s: float) -> None:
+def slowed(config: Config, median_s: float) -> Config:
+    """Return a recipe with slow environments and room for all their episodes at once."""
+    latency = LatencyConfig(kind="lognormal", median_s=median_s, sigma=1.0)
+    return replace(
+        config,
+        env=replace(config.env, latency=latency),
+        actors=replace(config.actors, groups=GROUPS),
+        engine=replace(config.engine, slots=GROUPS * config.rollout.group_size),
+    )
+
+
+def race(seed: int, mark: float, limit_s: float, median_s: float) -> None:
     """Train both from one cold start, one after the other."""
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
@@ -151,7 +165,7 @@ def race(seed: int, mark: float, limit_s: float) -> None:
             policy=replace(config.policy, path=str(model)),
             stages=config.stages[1:],
         )
-        dump(config, directory / "rl.yaml")
-        print(f"seed {seed}:")
+        dump(slowed(config, median_s) if median_s else config, directory / "rl.yaml")
+        print(f"seed {seed}, {median_s:g} s of latency:")
         report("ours", ours(directory / "rl.yaml", mark, limit_s), mark)
         report("TRL", theirs(directory / "rl.yaml", mark, limit_s), mark)

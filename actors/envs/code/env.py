@@ -23,8 +23,14 @@ from actors.formats.tool_calls import (
     tool_spec,
     unfenced,
 )
-from actors.sandbox.pool import SandboxPool, shared
-from actors.sandbox.process import InterpreterConfig, Result, SandboxLimits, SandboxUnavailable
+from actors.sandbox.pool import WAIT_S, SandboxPool, shared
+from actors.sandbox.process import (
+    GRACE_S,
+    InterpreterConfig,
+    Result,
+    SandboxLimits,
+    SandboxUnavailable,
+)
 from evolver_async.env import Info, Step
 from evolver_async.randomness import key
 from evolver_async.schema import Task
@@ -99,6 +105,7 @@ class Code(Env):
         self.given = Problem(question=question, answer=answer, tests=tuple(tests or ()))
         cpu_s, memory_bytes = max(1, round(self.wall_s)), self.memory_mb << 20
         self.limits = SandboxLimits(wall_s=self.wall_s, cpu_s=cpu_s, memory_bytes=memory_bytes)
+        self.longest_call_s = WAIT_S + self.wall_s + GRACE_S
         self.interior = InterpreterConfig(packages=self.packages)
 
     def probe(self) -> None:

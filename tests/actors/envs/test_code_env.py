@@ -279,6 +279,13 @@ def test_a_program_without_a_free_interpreter_is_a_tool_error_and_no_verdict(
     assert env.step(answer(env.problem.solution)).reward == 1.0
 
 
+def test_a_program_that_can_outlast_a_step_is_refused_before_a_start() -> None:
+    keys = ["env.name=code", "rollout.format=tool_call", "stages.0.steps=1"]
+    check(load(None, [*keys, "env.params={wall_s: 18}"]))
+    with pytest.raises(ValueError, match=r"env\.step_timeout_s: .* reduce env\.params\.wall_s"):
+        check(load(None, [*keys, "env.params={wall_s: 19}"]))
+
+
 def test_a_program_in_a_fence_is_the_program() -> None:
     env = begun(kind="programs")
     assert env.step(answer(f"```python\n{env.problem.solution}\n```")).reward == 1.0
