@@ -16,6 +16,8 @@ from verl.experimental.fully_async_policy.message_queue import (
 )
 from window import FULL, IN_FLIGHT, PRODUCERS, WARMUP_S, processor_s, report, sample, window_s
 
+TAKING = 8  # the queue's actor runs 20 calls: that many takes of an empty queue would let no put in
+
 
 @ray.remote(num_cpus=1, max_concurrency=4)
 class Producer:
@@ -39,7 +41,7 @@ class Producer:
 
 @ray.remote(num_cpus=1, max_concurrency=4)
 class Consumer:
-    """Takes samples, as many at a time as a producer puts."""
+    """Takes samples, `TAKING` at a time."""
 
     def __init__(self, queue: Any) -> None:
         self._client = MessageQueueClient(queue)
@@ -52,7 +54,7 @@ class Consumer:
                 ray.cloudpickle.loads(data)
                 self.got += 1
 
-        await asyncio.gather(*(again() for _ in range(IN_FLIGHT)))
+        await asyncio.gather(*(again() for _ in range(TAKING)))
 
     async def count(self) -> int:
         return self.got
