@@ -1,9 +1,11 @@
 """The `tiny` preset: a small Qwen3-shaped model and its tokenizer, made from scratch.
 
-Every word of `WORDS` is one token, alone and after a space; all other text falls back to bytes, so
-every string can be encoded and decoded. It is saved as an ordinary Hugging Face directory.
+Every word of `WORDS`, and every one that the environments of the run name, is one token, alone and
+after a space; all other text falls back to bytes, so every string can be encoded and decoded. It is
+saved as an ordinary Hugging Face directory.
 """
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -73,16 +75,18 @@ def make_tiny(
     heads: int,
     intermediate_size: int,
     max_length: int,
+    words: Iterable[str] = (),
 ) -> None:
     """Write the preset's model (random weights by `seed`) and tokenizer to a directory.
 
-    `max_length` is the context in tokens. Raises ModelError if the sizes do not fit together.
+    `max_length` is the context in tokens, `words` those that become tokens besides the preset's.
+    Raises ModelError if the sizes do not fit together.
     """
     if hidden_size % (2 * heads):
         raise ModelError(
             f"policy.hidden_size: must be an even multiple of {heads} heads, is {hidden_size}"
         )
-    tokenizer = make_tokenizer(max_length)
+    tokenizer = make_tokenizer(max_length, words)
     config = tiny_shape(
         tokenizer,
         hidden_size=hidden_size,
@@ -124,14 +128,17 @@ def tiny_shape(
     )
 
 
-def make_tokenizer(max_length: int) -> PreTrainedTokenizerFast:
-    """Make the preset's tokenizer; ids are in the order bytes, words, tags, special tokens."""
-    words = dict.fromkeys(WORDS.split())
-    words |= dict.fromkeys(word.capitalize() for word in CAPITALISED.split())
-    words |= dict.fromkeys([*SEPARATORS, "||"])
+def make_tokenizer(max_length: int, words: Iterable[str] = ()) -> PreTrainedTokenizerFast:
+    """Make the preset's tokenizer; ids are in the order bytes, words, tags, special tokens.
+
+    `words`, each of letters alone, follow those of the preset.
+    """
+    known = dict.fromkeys(WORDS.split())
+    known |= dict.fromkeys(word.capitalize() for word in CAPITALISED.split())
+    known |= dict.fromkeys([*SEPARATORS, "||", *words])
     space = "Ġ"  # a space in the byte-level alphabet
     pieces = dict.fromkeys(sorted(pre_tokenizers.ByteLevel.alphabet()))
-    pieces |= dict.fromkeys(form for word in words for form in (word, space + word))
+    pieces |= dict.fromkeys(form for word in known for form in (word, space + word))
     # Without merges a piece of text is one token if it is in the vocabulary, else bytes.
     vocab = {piece: index for index, piece in enumerate(pieces)}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], ignore_merges=True))

@@ -48,7 +48,16 @@ def _make(config: Config, directory: Path) -> None:
             heads=config.policy.heads,
             intermediate_size=config.policy.intermediate_size,
             max_length=config.policy.max_length,
+            words=_vocabulary(config),
         )
+
+
+def _vocabulary(config: Config) -> list[str]:
+    """Return the words of the environments; ConfigError if they cannot name them."""
+    try:
+        return resolve("vocabulary")(config)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
 
 
 def _load(config: Config) -> None:

@@ -6,6 +6,7 @@ own files. How goals come about and are ordered and split is WebShop's way.
 
 import itertools
 import random
+import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -24,6 +25,7 @@ UNBOUNDED = 1_000_000.0  # the price where a goal names none
 PRICE_LIMITS = tuple(10.0 * tens for tens in range(1, 100))
 SHUFFLE_SEED = 233  # WebShop's
 MOST_RESULTS = 50
+LETTERS = re.compile("[A-Za-z]+")
 
 
 class Product(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -111,6 +113,16 @@ class Catalogue:
         rest = test + validation
         start, end = {"test": (0, test), "validation": (test, rest), "train": (rest, None)}[name]
         return range(len(self.goals))[start:end]
+
+    def words(self, most: int) -> list[str]:
+        """Return the words of letters in names, options and instructions, the most frequent."""
+        found = Counter[str]()
+        for one in self.products:
+            options = [text for name, values in one.options.items() for text in (name, *values)]
+            found.update(LETTERS.findall(" ".join([one.name, one.query, *options])))
+        for wish in self.wishes:
+            found.update(LETTERS.findall(wish.text))
+        return [word for word, _ in found.most_common(most)]
 
     def search(self, query: str) -> tuple[Product, ...]:
         """Return the products found, best first."""

@@ -39,6 +39,7 @@ TOOLS = {  # by name: the argument and what it does
     "click": ("button", "click a button of the page"),
 }
 LEAST_CHARS = 300
+MOST_WORDS = 1000  # that the tiny preset learns of a shop
 
 
 @dataclass(kw_only=True, eq=False)
@@ -111,6 +112,9 @@ class WebShop(Env):
             reward = self.score()
             return Step("", reward, True, False, Info(success=reward == 1.0))
         return Step(self._observe(), 0.0, False, False, Info())
+
+    def vocabulary(self) -> list[str]:
+        return stocked(self.files).words(MOST_WORDS)
 
     def actions(self) -> list[str]:
         """Return every button; on the search page, the searches that the instruction suggests."""

@@ -20,19 +20,21 @@ def model(path: str, *dotlist: str) -> ProbeResult:
     from evolver_async.config.load import load
     from evolver_async.config.paths import with_absolute_paths
 
-    policy = with_absolute_paths(load(path, dotlist)).policy
+    whole = with_absolute_paths(load(path, dotlist))
+    policy = whole.policy
     if policy.path and not Path(policy.path).is_dir():
         return ProbeResult(False, f"policy.path: {policy.path} is not a directory")
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    from evolver_async.launch.registry import resolve
     from evolver_async.model.tiny import make_tokenizer, tiny_shape
 
     config: Any = (
         AutoConfig.from_pretrained(policy.path, local_files_only=True)
         if policy.path
         else tiny_shape(
-            make_tokenizer(policy.max_length),
+            make_tokenizer(policy.max_length, resolve("vocabulary")(whole)),
             hidden_size=policy.hidden_size,
             layers=policy.layers,
             heads=policy.heads,

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from actors.envs.bandit import Bandit
 from evolver_async.config import ConfigError
 from evolver_async.config.load import dump, load
 from evolver_async.model import policy
@@ -57,3 +58,27 @@ def test_an_error_of_a_library_is_laid_to_the_model(
     monkeypatch.setattr(policy, "load_tokenizer", refuse)
     with pytest.raises(ConfigError, match=r"^policy\.path: RuntimeError: expected value at line 1"):
         prepare.main(arguments(tmp_path, "policy.path=anywhere"))
+
+
+def test_the_preset_knows_the_words_of_the_environments(tmp_path: Path) -> None:
+    path = tmp_path / "policy"
+    shop = "{kind: rl, steps: 1, override: {env: {name: webshop, params: {}}}}"
+    stages = f"stages=[{{kind: rl, steps: 1}}, {shop}]"
+    prepare.main(arguments(tmp_path, f"policy.path={path}", "policy.max_length=2048", stages))
+    tokenizer = policy.load_tokenizer(str(path))
+    text = "search[lightweight headphones] Umber hoodie, breathable mesh"
+    assert [tokenizer.decode([token]).strip() for token in tokenizer.encode(text)] == [
+        *("search", "[", "lightweight", "headphones", "]"),
+        *("Umber", "hoodie", ",", "breathable", "mesh"),
+    ]
+
+
+class Speechless(Bandit):
+    def vocabulary(self) -> list[str]:
+        raise RuntimeError("no dictionary")
+
+
+def test_an_environment_that_cannot_name_its_words_is_named(tmp_path: Path) -> None:
+    name = f"{Speechless.__module__}:Speechless"
+    with pytest.raises(ConfigError, match=r"^env\.name: .*Speechless' cannot name its words: Run"):
+        prepare.main(arguments(tmp_path, f"policy.path={tmp_path / 'policy'}", f"env.name={name}"))
