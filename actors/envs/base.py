@@ -143,15 +143,6 @@ class Limited(Env, Protocol):
 
 
 @runtime_checkable
-class Worded(Env, Protocol):
-    """Environment whose texts have words of their own, which the tiny preset is to know."""
-
-    def vocabulary(self) -> list[str]:
-        """Return these words, each of letters alone; known before `reset`."""
-        ...
-
-
-@runtime_checkable
 class Located(Env, Protocol):
     """Environment whose states have names."""
 

@@ -1,8 +1,19 @@
 """Words of the environments of a run, each of which the tiny preset's tokenizer makes a token."""
 
-from actors.envs.base import EnvError, Worded, make_env, one_line
+from typing import Protocol, runtime_checkable
+
+from actors.envs.base import Env, EnvError, make_env, one_line
 from evolver_async.config import Config
 from evolver_async.config.load import stage_config
+
+
+@runtime_checkable
+class Worded(Env, Protocol):
+    """Environment whose texts have words of their own, which the tiny preset is to know."""
+
+    def vocabulary(self) -> list[str]:
+        """Return these words, each of letters alone; known before `reset`."""
+        ...
 
 
 def vocabulary_of(config: Config) -> list[str]:
