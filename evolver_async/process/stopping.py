@@ -27,12 +27,18 @@ def raise_stop(number: int) -> None:
 def handled_by(handle: Callable[[int], None]) -> Iterator[None]:
     """Call `handle` with the number of every stop signal. A SIGHUP that nohup ignores stays so.
 
-    After a SIGHUP what is printed to the terminal goes nowhere, as writing to it would fail.
+    After a SIGHUP what is printed to the terminal goes nowhere, as writing to it would fail. One
+    behind another signal is not handled: the end of a terminal is one event, but its shell sends a
+    SIGHUP and the kernel another one when the shell has ended.
     """
+    handled = list[int]()
 
     def stop(number: int, _: object) -> None:
         if number == signal.SIGHUP:
             _leave_terminal()
+            if handled:
+                return
+        handled.append(number)
         handle(number)
 
     ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN

@@ -32,6 +32,23 @@ def test_each_stop_signal_is_handled_and_given_back(number: int) -> None:
     assert stopped.value.code in CODES
 
 
+@pytest.mark.usefixtures("heeded")
+def test_the_end_of_a_terminal_is_one_signal() -> None:
+    """An interactive bash sends a SIGHUP to its jobs, and the kernel another one when bash ends."""
+    hup, term = signal.SIGHUP, signal.SIGTERM
+    for sent, expected in (
+        ([hup, hup], [hup]),
+        ([term, hup], [term]),
+        ([hup, term], [hup, term]),
+        ([term, term], [term, term]),
+    ):
+        seen = list[int]()
+        with handled_by(seen.append):
+            for number in sent:
+                os.kill(os.getpid(), number)
+        assert seen == expected
+
+
 def test_a_run_under_nohup_ignores_the_end_of_its_terminal() -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
