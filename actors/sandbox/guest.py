@@ -107,11 +107,12 @@ def run(setup: dict[str, Any], control: int, answers: int, between: tuple[int, i
     began = time.monotonic()
     out, out_end = os.pipe()
     err, err_end = os.pipe()
+    begun, begun_end = os.pipe()
     child = os.fork()
     if child == 0:
-        play(setup, control, (out_end, err_end), max(control, answers, *between))
-    os.close(out_end)
-    os.close(err_end)
+        play(setup, control, (out_end, err_end), begun_end, max(control, answers, *between))
+    for fd in (out_end, err_end, begun_end):
+        os.close(fd)
     relay = Relay({out: STDOUT, err: STDERR}, setup["output_bytes"], between, answers)
     status = watch(child, relay, began + setup["wall_s"], control)
     exits = end_all()
@@ -119,6 +120,9 @@ def run(setup: dict[str, Any], control: int, answers: int, between: tuple[int, i
         while relay.pass_on(fd):
             pass
         os.close(fd)
+    if not os.read(begun, 1):
+        os._exit(0)  # what is left of its request would pass for the next one
+    os.close(begun)
     if status is None and relay.overflows():
         status = "output"
     if status is None:
@@ -194,15 +198,19 @@ def clear() -> bool:
     return True
 
 
-def play(setup: dict[str, Any], control: int, outputs: tuple[int, int], highest: int) -> None:
-    """Read the request in the fork and become its program. Never returns."""
+def play(
+    setup: dict[str, Any], control: int, outputs: tuple[int, int], begun: int, highest: int
+) -> None:
+    """Read the request in the fork, note in `begun` that it is read, and become its program. Never
+    returns."""
     code = 1
     try:
         os.setsid()
         source = read_frame(control)["source"]
+        os.write(begun, b"1")
         for number, fd in enumerate(outputs, start=1):
             os.dup2(fd, number)
-        os.closerange(3, max(highest, *outputs, 64) + 1)
+        os.closerange(3, max(highest, begun, *outputs, 64) + 1)
         cpu = setup["cpu_s"]
         resource.setrlimit(resource.RLIMIT_CPU, (cpu, cpu))
         resource.setrlimit(resource.RLIMIT_AS, (setup["memory_bytes"],) * 2)

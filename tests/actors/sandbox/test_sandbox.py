@@ -236,6 +236,27 @@ def test_an_interpreter_too_busy_to_say_so_has_broken_the_limit_on_time(
     pool.close()
 
 
+def test_the_rest_of_a_late_request_does_not_pass_for_the_next_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A host that stands still while it writes a request lets its program's time run out."""
+    pool = SandboxPool(SandboxLimits(wall_s=1.0), size=1)
+    pool.start()
+    send = ConfinedInterpreter._send
+
+    def halting(self: ConfinedInterpreter, content: bytes, deadline: float) -> None:
+        send(self, content[:20], deadline)
+        time.sleep(1.5)
+        send(self, content[20:], deadline)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(ConfinedInterpreter, "_send", halting)
+        assert pool.run("print(1)" + 200 * "#").status in ("killed", "timeout")
+    for number in range(2, 5):
+        assert pool.run(f"print({number})").stdout == f"{number}\n"
+    pool.close()
+
+
 def test_limits_are_the_callers() -> None:
     pool = SandboxPool(SandboxLimits(wall_s=0.2), size=1)
     pool.start()
