@@ -120,8 +120,6 @@ def bubblewrap(spec: dict[str, Any]) -> list[str]:
         "--clearenv",
         "--cap-drop",
         "ALL",
-        "--hostname",
-        NAME,
     ]
     command += ["--hostname", NAME, "--uid", str(NOBODY), "--gid", str(NOBODY)]
     for path, seen in spec["paths"]:

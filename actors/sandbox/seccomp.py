@@ -27,7 +27,7 @@ DENIED = {
     **{"memfd_create": (319, 279), "memfd_secret": (447, 447)},
     **{"setxattr": (188, 5), "lsetxattr": (189, 6), "fsetxattr": (190, 7)},
     **{"removexattr": (197, 14), "lremovexattr": (198, 15), "fremovexattr": (199, 16)},
-    **{"setxattrat": (463, 463), "removexattrat": (466, 466)},
+    **{"setxattrat": (463, 463), "removexattrat": (466, 466), "file_setattr": (469, 469)},
     # large parts of the kernel that no program here needs
     **{"bpf": (321, 280), "perf_event_open": (298, 241), "userfaultfd": (323, 282)},
     **{"io_uring_setup": (425, 425), "io_uring_enter": (426, 426)},
@@ -35,14 +35,16 @@ DENIED = {
     **{"init_module": (175, 105), "finit_module": (313, 273), "delete_module": (176, 106)},
     **{"personality": (135, 92), "fanotify_init": (300, 262)},
 }
-CLONE, CLONE3, SOCKET, PRLIMIT = (56, 220), (435, 435), (41, 198), (302, 261)
+CLONE, CLONE3, PRLIMIT, IOCTL = (56, 220), (435, 435), (302, 261), (16, 29)
+SOCKET, SOCKETPAIR = (41, 198), (53, 199)
 ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}  # linux/audit.h
 NAMESPACES = 0x7E020080  # every CLONE_NEW flag
 AF_UNIX = 1
+SETFLAGS, FSSETXATTR = 0x40086602, 0x401C5820  # of ioctl: flags that a file keeps, as /tmp would
 
 LOAD, EQUAL, AT_LEAST, ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 ALLOW, KILL, ERROR = 0x7FFF0000, 0x80000000, 0x00050000
-NUMBER, ARCHITECTURE, ARGUMENT = 0, 4, 16  # offsets into struct seccomp_data
+NUMBER, ARCHITECTURE, FIRST, SECOND = 0, 4, 16, 24  # offsets into struct seccomp_data
 X32 = 0x40000000  # a second table of x86_64, in which the same calls have other numbers
 
 
@@ -71,16 +73,19 @@ def program(machine: str = platform.machine()) -> bytes:
         instruction(EQUAL, CLONE3[column], otherwise=1),
         instruction(RETURN, ERROR | errno.ENOSYS),
     ]
-    for numbers, test, value, denied_if in (
-        (CLONE, ANY_BIT, NAMESPACES, True),
-        (SOCKET, EQUAL, AF_UNIX, False),
-        (PRLIMIT, EQUAL, 0, False),  # the limits of oneself only
+    for numbers, argument, test, value, denied_if in (
+        (CLONE, FIRST, ANY_BIT, NAMESPACES, True),
+        (SOCKET, FIRST, EQUAL, AF_UNIX, False),
+        (SOCKETPAIR, FIRST, EQUAL, AF_UNIX, False),
+        (PRLIMIT, FIRST, EQUAL, 0, False),  # the limits of oneself only
+        (IOCTL, SECOND, EQUAL, SETFLAGS, True),
+        (IOCTL, SECOND, EQUAL, FSSETXATTR, True),
     ):
         parts += [
             instruction(EQUAL, numbers[column], otherwise=4),
-            instruction(LOAD, ARGUMENT),
+            instruction(LOAD, argument),
             instruction(test, value, otherwise=1) if denied_if else instruction(test, value, 1),
             deny,
-            instruction(RETURN, ALLOW),
+            instruction(LOAD, NUMBER),
         ]
     return b"".join([*parts, instruction(RETURN, ALLOW)])

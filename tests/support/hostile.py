@@ -87,6 +87,13 @@ ATTRIBUTES = (
     "os.setxattr('/tmp', 'system.posix_acl_default', bytes([2, *[0] * 27]))",
     *("os.setxattr(os.open('/tmp', 0), 'user.left', b'x')", "os.removexattr(0, 'user.left')"),
 )
+FLAGS = tuple(
+    f"fcntl.ioctl(os.open('/tmp', 0), {request:#x}, {content!r})"
+    for request, content in (
+        (0x40086602, bytes([0xC0, *[0] * 7])),  # FS_IOC_SETFLAGS: nodump, noatime
+        (0x401C5820, bytes([0xC0, *[0] * 27])),  # FS_IOC_FSSETXATTR: the same
+    )
+)
 
 # Leaves marks of its own in its request, its output and the names of its files.
 EARLIER = "\n".join(
@@ -183,6 +190,15 @@ BATTERY = {
         "import os\nos.makedirs('/tmp/a/b')\nos.chmod('/tmp/a', 0)\nos.chmod('/tmp', 0)", ("ok",)
     ),
     "network": Hostile(tries(*SOCKETS, imports="import socket"), ("ok",), all_refused(*SOCKETS)),
+    "network in pairs": Hostile(
+        "import errno, socket\nfor family in (2, 10, 16, 17, 30, 38, 40):\n"
+        "    try: socket.socketpair(family); print('escaped', family)\n"
+        "    except OSError as error:\n"
+        "        if error.errno != errno.EPERM: print('escaped', family, error)\n"
+        "socket.socketpair()\nprint('all refused')",
+        ("ok",),
+        "all refused",
+    ),
     "reading the host": Hostile(tries(*READS), ("ok",), all_refused(*READS)),
     "writing outside": Hostile(tries(*WRITES), ("ok",), all_refused(*WRITES)),
     "more rights": Hostile(
@@ -190,6 +206,9 @@ BATTERY = {
     ),
     "attributes of the home directory": Hostile(
         tries(*ATTRIBUTES), ("ok",), all_refused(*ATTRIBUTES)
+    ),
+    "flags of the home directory": Hostile(
+        tries(*FLAGS, imports="import fcntl, os"), ("ok",), all_refused(*FLAGS)
     ),
     "times of the home directory": Hostile("import os\nos.utime('/tmp', (123, 456))", ("ok",)),
     "more rights in C": Hostile(
@@ -245,6 +264,8 @@ BATTERY = {
 AFTER = (
     "import os\nassert os.stat('/tmp').st_mtime == os.stat('/tmp').st_atime == 0\n"
     "assert os.listdir('/tmp') == os.listxattr('/tmp') == []\n"
+    "import fcntl\ntry: assert not any(fcntl.ioctl(os.open('/tmp', 0), 0x80086601, bytes(8)))\n"
+    "except OSError: pass\n"  # a kernel without flags there
     "assert not any(os.path.exists(f'/tmp/{n}') for n in ('left', 'later'))\n"
     "try: os.kill(-1, 0); print('company')\n"  # counts oneself too on Linux only where others are
     "except ProcessLookupError: pass\nprint('untouched')"

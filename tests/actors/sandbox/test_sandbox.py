@@ -388,9 +388,11 @@ def test_the_shared_pool_is_one() -> None:
 # ---- the filter, against a machine that carries it out
 
 
-def verdict(program: bytes, architecture: int, number: int, argument: int = 0) -> int:
+def verdict(
+    program: bytes, architecture: int, number: int, argument: int = 0, second: int = 0
+) -> int:
     """What the kernel would return: the classic BPF machine, for the instructions used here."""
-    data = {0: number, 4: architecture, 16: argument}
+    data = {0: number, 4: architecture, 16: argument, 24: second}
     instructions = [struct.unpack_from("=HBBI", program, at) for at in range(0, len(program), 8)]
     at, loaded = 0, 0
     while True:
@@ -421,22 +423,25 @@ def test_the_filter_denies_what_it_names_and_nothing_else(machine: str) -> None:
     assert len(program) // 8 < 4096
     denied = {numbers[column] for numbers in seccomp.DENIED.values()}
     assert len(denied) == len(seccomp.DENIED), "two names have one number"
-    special = {numbers[column] for numbers in (seccomp.CLONE3, seccomp.SOCKET, seccomp.PRLIMIT)}
+    pairs = (seccomp.CLONE3, seccomp.SOCKET, seccomp.SOCKETPAIR, seccomp.PRLIMIT)
+    special = {numbers[column] for numbers in pairs}
     for number in range(600):
         expected = EPERM if number in denied else ALLOW
         if number not in special:
             assert verdict(program, architecture, number) == expected, number
     assert verdict(program, architecture, seccomp.CLONE3[column]) == ENOSYS
-    clone, socket, prlimit = (
-        numbers[column] for numbers in (seccomp.CLONE, seccomp.SOCKET, seccomp.PRLIMIT)
+    clone, prlimit, ioctl = (
+        numbers[column] for numbers in (seccomp.CLONE, seccomp.PRLIMIT, seccomp.IOCTL)
     )
     for flag in (*(1 << bit for bit in range(25, 31)), 0x00020000, 0x80):
         assert verdict(program, architecture, clone, flag | 17) == EPERM, hex(flag)
     assert verdict(program, architecture, clone, 0x003D0F00) == ALLOW  # a thread
-    assert [verdict(program, architecture, socket, family) for family in (1, 2, 10, 16, 40)] == [
-        ALLOW,
-        *[EPERM] * 4,
-    ]
+    for numbers in (seccomp.SOCKET, seccomp.SOCKETPAIR):
+        made = [verdict(program, architecture, numbers[column], n) for n in (1, 2, 10, 16, 40)]
+        assert made == [ALLOW, *[EPERM] * 4]
+    asked = [seccomp.SETFLAGS, seccomp.FSSETXATTR, 0x80086601, 0x5413]
+    answers = [verdict(program, architecture, ioctl, second=request) for request in asked]
+    assert answers == [EPERM, EPERM, ALLOW, ALLOW]
     assert verdict(program, architecture, prlimit, 0) == ALLOW
     assert verdict(program, architecture, prlimit, 1) == EPERM
     assert verdict(program, 0x40000003, 0) == KILL
