@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from abc import ABC, abstractmethod
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -20,6 +21,7 @@ FINAL = (USER_ERROR, TRAINING_ERROR, EVALUATION_LOST)  # exit codes that a resta
 SEARCHED_LINES = 100  # of a log, for the error that ended the process
 NO_ERROR = "no error was logged"
 FRAME = "+-| "  # what surrounds the traceback of an exception group
+CRASHED = 1  # exit code after any other error
 
 # glibc: do not return freed activations to the kernel only to fault them in again a moment later
 KEEP_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(1 << 30), "MALLOC_MMAP_THRESHOLD_": str(32 << 20)}
@@ -175,6 +177,23 @@ def innermost(lines: list[str]) -> str:
     return next((line for line in said if line), "")
 
 
+class FailedStart:
+    """Handle of a process that could not be started: it has crashed, and can be started again."""
+
+    pid = 0
+
+    def poll(self) -> int:
+        return CRASHED
+
+    def wait(self) -> int:
+        return CRASHED
+
+    def terminate(self) -> None:
+        """Do nothing, as there is no process."""
+
+    kill = terminate
+
+
 @dataclass
 class LocalSpawner(Spawner):
     """Starts processes of this host, in sessions of their own: Ctrl-C reaches only the launcher.
@@ -197,15 +216,21 @@ class LocalSpawner(Spawner):
             if self.config.learner.ranks > 1:
                 command += ["--meeting", str(self.private / f"ranks-{incarnation}")]
         gpus = visible_gpus(self.config, role, index_of(name), os.environ.get(VISIBLE))
-        with open(self.log_file(name), "ab") as output:
-            return subprocess.Popen(
-                command,
-                start_new_session=True,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env=os.environ | variables | gpus,
-            )
+        try:
+            with open(self.log_file(name), "ab") as output:
+                return subprocess.Popen(
+                    command,
+                    start_new_session=True,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    env=os.environ | variables | gpus,
+                )
+        except OSError as error:  # memory, process numbers or disk are short at this moment
+            line = f"{time.strftime('%F %T')} ERROR {__name__}: {name} cannot be started: {error}\n"
+            with suppress(OSError), open(self.log_file(name), "a", encoding="utf-8") as log_file:
+                log_file.write(line)
+            return FailedStart()
 
 
 def ending(code: int) -> str:

@@ -236,6 +236,22 @@ def test_a_process_that_keeps_dying_exhausts_its_budget_and_is_named(tmp_path: P
     assert "life 0 of actor-3" in alerts[0]["text"]
 
 
+def test_a_process_that_cannot_be_started_is_tried_again_within_its_budget(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    launcher = supervisor(Config(), tmp_path)
+    with monkeypatch.context() as short:
+        short.setattr(sys, "executable", str(tmp_path / "missing"))  # as where memory is short
+        child = launcher.add("actor", "actor-0")
+        launcher.supervise(child, child.started)
+    assert child.due is not None and "actor-0 cannot be started: [Errno 2]" in caplog.text
+    monkeypatch.setattr(LocalSpawner, "place", lambda *_: python("import time; time.sleep(600)"))
+    launcher.supervise(child, child.due)
+    assert child.poll() is None and child.restarts == 1
+    child.process.kill()
+    child.process.wait()
+
+
 @pytest.mark.parametrize("role", ["actor", "buffer"])
 def test_a_process_that_leaves_a_running_job_is_started_again_within_its_budget(
     tmp_path: Path, role: str, caplog: pytest.LogCaptureFixture
