@@ -31,6 +31,7 @@ from learner.data.batch import Batch, LogProbs, Minibatch, Values
 from learner.data.collate import Internalise, collate, lag_table
 from learner.data.copied import Decode, copies
 from learner.data.selection import select
+from learner.diagnostics.bad_steps import write_bad_step
 from learner.diagnostics.histograms import step_histograms
 from learner.diagnostics.offpolicy import trajectory_metrics
 from learner.diagnostics.rollouts import copied_metrics, taken_metrics
@@ -228,10 +229,7 @@ class Updater(Models):
         state.bad_steps += 1
         path = self.run_dir / "bad" / f"take_{state.take:06d}.npz"
         if self.ranks.rank == 0:
-            path.parent.mkdir(exist_ok=True)
-            fields = {name: value for one in values for name, value in vars(one).items()}
-            arrays = {name: x for name, x in fields.items() if isinstance(x, np.ndarray)}
-            np.savez(path, **arrays)  # pyright: ignore[reportArgumentType]
+            write_bad_step(path, values, keep=self.config.learner.max_bad_steps)
         loss, norm = applied.failure.loss, applied.failure.grad_norm
         log.error("loss %s, gradient norm %s: step skipped, batch in %s", loss, norm, path)
         if state.bad_steps >= self.config.learner.max_bad_steps:
