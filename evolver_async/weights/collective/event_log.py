@@ -7,6 +7,9 @@
     here/R/N, ack/I/N  a receiver's answers to roll call R and to cast I
     epoch/E/           rendezvous of the members of epoch E
 
+Answers and rendezvous are deleted when the next epoch begins, a description when it was read: a
+store lives as long as its learner, in its memory.
+
 The store has no locks and no passwords: every process that reaches its port can read and change it.
 Without an address of its own it is on this host's loopback interface at a free port, and keys have
 a random prefix; both are in a file of a private directory.
@@ -58,12 +61,20 @@ class ServedStore:
             timeout=timedelta(seconds=timeout_s),
             master_listen_fd=listening.detach(),
         )
+        self._prefix = found.prefix
         self.store: Store = PrefixStore(found.prefix, self._server)
         if self._file is not None:
             part = self._file.with_name(f".{FILE}")
             part.touch(mode=0o600)
             part.write_bytes(msgspec.json.encode(StoreAddress(found.host, port, found.prefix)))
             part.replace(self._file)
+
+    def forget(self, *folders: str) -> None:
+        """Delete all keys in these folders."""
+        within = tuple(f"{self._prefix}/{folder}/" for folder in folders)
+        for key in self._server.list_keys():
+            if key.startswith(within):
+                self._server.delete_key(key)
 
     def close(self) -> None:
         """Withdraw the address; the store itself ends with this object."""

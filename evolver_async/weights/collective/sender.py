@@ -123,6 +123,7 @@ class BroadcastSender:
     def _begin_epoch(self) -> bool:
         """Build a group of all receivers that answer; False if there are none."""
         self._abandon_group()
+        self.served.forget("epoch", "here", "ack")
         asked = self._asked()
         self._members = self._roll_call(asked)
         devices = [member["device"] for member in self._members.values()]
@@ -179,6 +180,7 @@ class BroadcastSender:
         asked = dict(self._members)
         for number in self.newcomers():
             asked[number] = json.loads(self.served.store.get(f"member/{number}"))
+            self.served.store.delete_key(f"member/{number}")
             self._newcomers.discard(number)
         return asked
 

@@ -144,6 +144,24 @@ def test_a_learner_without_actors_does_not_wait_and_late_joiners_catch_up(
     assert first.available() == second.available() == [version(5), version(6)]
 
 
+def test_receivers_that_come_and_go_leave_nothing_in_the_store(
+    publish_at: Callable[..., CollectivePublisher],
+    receive: Callable[..., CollectiveReceiver],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sender, "ROLL_S", 0.5)
+    publisher, left = publish_at(), list[int]()
+    for step in range(1, 5):
+        publisher.publish(version(step), filled(step, 100))
+        receiver = receive()
+        wait_for(lambda one=receiver, step=step: one.head() == version(step), "it to join")
+        publisher.wait()
+        server = publisher._sender.served._server
+        left.append(sum("/event/" not in key for key in server.list_keys()))
+        receiver.close()
+    assert left == [left[0]] * len(left)
+
+
 def test_weights_that_are_overtaken_before_their_turn_are_not_sent(
     publish_at: Callable[..., CollectivePublisher], receive: Callable[..., CollectiveReceiver]
 ) -> None:
