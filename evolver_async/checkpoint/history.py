@@ -120,8 +120,11 @@ def copy(
     """Make a copy of `source` the newest checkpoint of a run, with its numbers changed.
 
     Files are linked where the file system can do that: they are never written to again.
+    CheckpointError if `source` is gone: a run that goes on drops its older checkpoints.
     """
     state = numbers(source)
+    if not state:
+        raise CheckpointError(f"{source}: was dropped by its run meanwhile; choose another")
     change(state)
 
     def write(made: Path) -> None:

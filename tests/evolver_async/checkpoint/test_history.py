@@ -139,6 +139,17 @@ def test_going_back_leaves_what_came_after_and_resumes_from_the_copy(checkpoints
     assert load_newest(checkpoints, "run")[0] == second, "never one that was left"
 
 
+def test_a_checkpoint_that_its_run_drops_while_it_is_copied_is_named(
+    checkpoints: Path, tmp_path: Path
+) -> None:
+    written(checkpoints, 1, 2)
+    chosen, manifest = history.choose(checkpoints, "run", 1)
+    written(checkpoints, 3, 4, keep=2)
+    with pytest.raises(CheckpointError, match=f"{chosen}: was dropped by its run"):
+        history.copy(chosen, manifest.files, tmp_path / "new", "new", lambda state: state["take"])
+    assert not (tmp_path / "new").exists()
+
+
 def test_the_next_checkpoint_drops_what_was_left_unless_it_is_to_last(checkpoints: Path) -> None:
     paths = written(checkpoints, 1, 2, 3, 4)
     history.go_back(checkpoints, paths[0], lambda _: None)
