@@ -95,16 +95,17 @@ def exists(directory: Path) -> bool:
 def progress(directory: Path) -> tuple[int, int] | None:
     """Numbers that change while a checkpoint is being written in `directory`; None if none is.
 
-    They are the bytes written so far and the time at which a chunk was last hashed or synced.
+    They are the bytes written so far and the sum of the times at which each path was last written
+    to, or a chunk hashed or synced: a maximum stands still when the clock is set back.
     """
-    size, latest = 0, 0
+    size, times = 0, 0
     found = list(directory.glob(f"{TEMPORARY}*"))
     for temporary in found:
         with suppress(FileNotFoundError):  # the writer renames it, while it is listed or read
             for path in (temporary, *temporary.rglob("*")):
                 status = path.stat()
-                size, latest = size + status.st_size, max(latest, status.st_mtime_ns)
-    return (size, latest) if found else None
+                size, times = size + status.st_size, times + status.st_mtime_ns
+    return (size, times) if found else None
 
 
 def valid(directory: Path) -> list[tuple[Path, Manifest]]:

@@ -81,6 +81,16 @@ def test_a_checkpoint_that_is_being_written_shows_its_progress(
     assert load_newest(tmp_path, "run")[0] == path
 
 
+def test_progress_shows_after_the_clock_was_set_back(tmp_path: Path) -> None:
+    temporary = tmp_path / f"{checkpoint.TEMPORARY}a"
+    temporary.mkdir()
+    (temporary / "model.bin").write_text("written before")
+    os.utime(temporary, ns=(0, 10**9))
+    before = progress(tmp_path)
+    os.utime(temporary, ns=(0, 2 * 10**9))
+    assert progress(tmp_path) != before
+
+
 def test_progress_survives_the_renaming_of_what_it_reads(tmp_path: Path) -> None:
     ended = threading.Event()
 
