@@ -5,6 +5,7 @@ tensors' bytes. The manifest gives dtype, shape, offset and checksum of every te
 protocol by which a file is filled again.
 """
 
+import errno
 import fcntl
 import os
 import struct
@@ -21,12 +22,13 @@ from evolver_async.schema import Array, WeightId
 from evolver_async.weights.channel.base import WeightsCorrupt, WeightsGone
 from evolver_async.weights.channel.checksums import checksums, region
 from evolver_async.weights.channel.layout import DTYPES, Layout, aligned, views
-from evolver_async.weights.channel.mapping import in_memory, map_file
+from evolver_async.weights.channel.mapping import in_memory, map_file, on_network, read_file
 from evolver_async.weights.channel.snapshot import WeightSnapshot
 
 LENGTH = struct.Struct("<Q")
 STAGED = ".staged-"  # hidden names of files without a version
 PORTABLE = 1  # cudaHostRegisterPortable: for every GPU of the process
+REMOVED = (errno.ENOENT, errno.ESTALE)  # by this host, or by another one
 
 
 class StoredTensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -129,25 +131,35 @@ class SnapshotFile(WeightSnapshot):
 
 
 def read(path: Path, weights: WeightId, threads: int) -> dict[str, Tensor]:
-    """Map a version's file and verify it. Raises WeightsGone or WeightsCorrupt."""
+    """Map a version's file, or copy it from the network, and verify it.
+
+    Raises WeightsGone or WeightsCorrupt.
+    """
     file = _open(path)
     if file < 0:
         raise WeightsGone(f"weights {weights} are not in {path.parent}")
-    size = os.fstat(file).st_size
-    if size < LENGTH.size:
-        os.close(file)
-        raise WeightsCorrupt(f"{path}: has {size} bytes")
     try:
-        return _verified(map_file(file, size, shared=False), weights, threads)
+        size, copies = os.fstat(file).st_size, on_network(file)
+        if size < LENGTH.size:
+            os.close(file)
+            raise WeightsCorrupt(f"has {size} bytes")
+        whole_N = read_file(file, size) if copies else map_file(file, size, shared=False)
+        return _verified(whole_N, weights, threads)
     except WeightsCorrupt as error:
         raise WeightsCorrupt(f"{path}: {error}") from None
+    except OSError as error:
+        if error.errno not in REMOVED:
+            raise
+        raise WeightsGone(f"weights {weights} were removed from {path.parent}") from None
 
 
 def _open(path: Path) -> int:
     """Open a version's file and lock it against being filled again; -1 if the version is gone."""
     try:
         file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except FileNotFoundError:
+    except OSError as error:
+        if error.errno not in REMOVED:
+            raise
         return -1
     try:
         fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -158,8 +170,10 @@ def _open(path: Path) -> int:
     try:
         if os.path.samestat(os.fstat(file), path.stat()):
             return file
-    except FileNotFoundError:
-        pass
+    except OSError as error:
+        if error.errno not in REMOVED:
+            os.close(file)
+            raise
     os.close(file)
     return -1
 

@@ -1,4 +1,4 @@
-"""Memory mapped from files, as arrays.
+"""Memory mapped from files, as arrays, or read where a mapping would be dangerous.
 
 Python's own mmap holds the interpreter while it unmaps: 17 to 38 ms for 400 MB, during which an
 actor's event loop stands still. Here memory is unmapped in pieces, without the interpreter, in
@@ -6,6 +6,7 @@ whichever thread drops the last reference. The array keeps the file open, and so
 """
 
 import ctypes
+import errno
 import mmap
 import os
 import weakref
@@ -17,7 +18,12 @@ import numpy as np
 from evolver_async.schema import Array
 
 PIECE = 4 << 20  # bytes unmapped at once: the process can map nothing else meanwhile
+READ_BYTES = 64 << 20  # read by one call
 MOUNTS = Path("/proc/self/mountinfo")
+MEMORY = ("tmpfs", "ramfs")
+NETWORK = (
+    *("nfs", "cifs", "smb", "fuse", "lustre", "ceph", "beegfs", "gpfs", "afs", "9p", "virtiofs"),
+)
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
@@ -42,15 +48,41 @@ def map_file(file: int, size: int, *, shared: bool) -> Array:
     return np.frombuffer(area, np.uint8)
 
 
+def read_file(file: int, size: int) -> Array:
+    """Read the first bytes of an open file, and close it. OSError, ESTALE if it has less."""
+    found_N, at = np.empty(size, np.uint8), 0
+    try:
+        while at < size:
+            count = os.preadv(file, [found_N.data[at : at + READ_BYTES]], at)
+            if not count:
+                raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+            at += count
+    finally:
+        os.close(file)
+    return found_N
+
+
 def in_memory(directory: Path) -> bool:
     """True if the directory's file system is this host's memory."""
-    device = directory.stat().st_dev
+    return _file_system(directory.stat().st_dev) in MEMORY
+
+
+def on_network(file: int) -> bool:
+    """True if another host can delete an open file while this one reads it.
+
+    Reading it fails then; reading a mapping of it kills the process (SIGBUS).
+    """
+    return _file_system(os.fstat(file).st_dev).startswith(NETWORK)
+
+
+def _file_system(device: int) -> str:
+    """Return the type of a mounted file system, "" if it is unknown."""
     number = f"{os.major(device)}:{os.minor(device)}"
     for line in MOUNTS.read_text().splitlines():
         fields = line.split()
         if fields[2] == number:
-            return fields[fields.index("-") + 1] in ("tmpfs", "ramfs")
-    return False
+            return fields[fields.index("-") + 1]
+    return ""
 
 
 def _unmap(file: int, address: int, size: int) -> None:

@@ -1,5 +1,6 @@
 """Files of withdrawn versions are filled again, and no receiver ever sees its memory change."""
 
+import errno
 import os
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from evolver_async.schema import WeightId
+from evolver_async.weights import snapshot_file
 from evolver_async.weights.channel.base import WeightsGone
 from evolver_async.weights.channel.mapping import in_memory
 from evolver_async.weights.shm import ShmPublisher, ShmReceiver
@@ -26,6 +28,25 @@ print("holds", flush=True)
 sys.stdin.readline()
 print(sorted(set(tensors["b"].flatten().tolist())), flush=True)
 sys.stdin.readline()
+"""
+
+
+ON_NETWORK = """
+import os, sys
+from pathlib import Path
+import torch
+from evolver_async.schema import WeightId
+from evolver_async.weights.channel import mapping
+from evolver_async.weights.shm import ShmPublisher, ShmReceiver
+directory = Path(sys.argv[1])
+device = directory.stat().st_dev
+mapping.MOUNTS = directory / "mounts"
+mapping.MOUNTS.write_text(f"1 1 {os.major(device)}:{os.minor(device)} / / rw - nfs4 host:/ rw")
+publisher, weights = ShmPublisher(directory / "w", background=False), WeightId(lineage=1, step=0)
+publisher.publish(weights, {"a": torch.full((100_000,), 3.0)})
+fetched = ShmReceiver(directory / "w").fetch(weights)
+os.truncate(directory / "w" / f"weights-{weights}", 0)  # as the server, by another host
+print(set(fetched["a"].tolist()))
 """
 
 
@@ -161,4 +182,27 @@ def test_on_a_disk_a_file_is_never_filled_again(tmp_path: Path) -> None:
     for step in range(1, 4):
         publisher.publish(version(step), filled(step))
     assert bool((held["a"] == 0).all())
+    publisher.close()
+
+
+@pytest.mark.process
+def test_a_file_that_another_host_removes_kills_no_reader(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", ON_NETWORK, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "{3.0}\n"), done.stderr
+
+
+def test_a_file_that_is_removed_while_it_is_read_is_gone(
+    shared: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publisher = ShmPublisher(shared / "w", background=False)
+    publisher.publish(version(0), filled(0))
+
+    def stale(*_: object) -> int:
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    monkeypatch.setattr(snapshot_file, "on_network", lambda _: True)
+    monkeypatch.setattr(os, "preadv", stale)
+    with pytest.raises(WeightsGone, match="were removed"):
+        ShmReceiver(publisher.address).fetch(version(0))
     publisher.close()
