@@ -3,7 +3,8 @@
 The lock is a `flock` on a file in the directory. The kernel releases it at the owner's end. All
 processes that share the directory see it: those of another container, where process numbers differ,
 and those of another host if the file system carries locks between hosts. The owner writes its host,
-boot and process number into `owner.json` for people to read.
+boot and process number into `owner.json`, for people to read, and because some network file systems
+are mounted with locks that one host alone sees.
 """
 
 import errno
@@ -19,6 +20,8 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+
+from evolver_async.process.mounts import mount_of
 
 PREFIX = "evolver-"
 OWNER = "owner.json"
@@ -125,6 +128,10 @@ def owner_of(directory: Path) -> dict[str, str | int]:
 def _sweep(directory: Path) -> None:
     """Remove a directory of this user, unless it is locked, or young and without owner."""
     owner = owner_of(directory)
+    words = "%s: is not removed, as it cannot be locked (%s); its owner is on host %s"
+    if _is_elsewhere(owner) and mount_of(directory.lstat().st_dev).locks_are_local:
+        log.warning(words, directory, "locks of other hosts are not seen here", owner["host"])
+        return
     try:
         lock = _lock(directory / LOCK)
     except BlockingIOError:
@@ -132,13 +139,18 @@ def _sweep(directory: Path) -> None:
     except FileNotFoundError:
         lock, owner = None, {}
     except OSError as error:
-        words = "%s: is not removed, as it cannot be locked (%s); its owner is on host %s"
         log.warning(words, directory, error, owner.get("host", "unknown"))
         return
     if owner or time.time() - directory.lstat().st_mtime > YOUNG_S:
         _remove(directory)
     if lock is not None:
         os.close(lock)
+
+
+def _is_elsewhere(owner: dict[str, str | int]) -> bool:
+    """True if an owner is on another host than this one."""
+    here = socket.gethostname(), _boot()
+    return "host" in owner and owner["host"] != here[0] and owner.get("boot", here[1]) != here[1]
 
 
 def _check_private(directory: Path) -> None:

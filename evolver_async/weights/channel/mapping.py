@@ -15,11 +15,11 @@ from typing import Any
 
 import numpy as np
 
+from evolver_async.process.mounts import mount_of
 from evolver_async.schema import Array
 
 PIECE = 4 << 20  # bytes unmapped at once: the process can map nothing else meanwhile
 READ_BYTES = 64 << 20  # read by one call
-MOUNTS = Path("/proc/self/mountinfo")
 MEMORY = ("tmpfs", "ramfs")
 NETWORK = (
     *("nfs", "cifs", "smb", "fuse", "lustre", "ceph", "beegfs", "gpfs", "afs", "9p", "virtiofs"),
@@ -64,7 +64,7 @@ def read_file(file: int, size: int) -> Array:
 
 def in_memory(directory: Path) -> bool:
     """True if the directory's file system is this host's memory."""
-    return _file_system(directory.stat().st_dev) in MEMORY
+    return mount_of(directory.stat().st_dev).kind in MEMORY
 
 
 def on_network(file: int) -> bool:
@@ -72,17 +72,7 @@ def on_network(file: int) -> bool:
 
     Reading it fails then; reading a mapping of it kills the process (SIGBUS).
     """
-    return _file_system(os.fstat(file).st_dev).startswith(NETWORK)
-
-
-def _file_system(device: int) -> str:
-    """Return the type of a mounted file system, "" if it is unknown."""
-    number = f"{os.major(device)}:{os.minor(device)}"
-    for line in MOUNTS.read_text().splitlines():
-        fields = line.split()
-        if fields[2] == number:
-            return fields[fields.index("-") + 1]
-    return ""
+    return mount_of(os.fstat(file).st_dev).kind.startswith(NETWORK)
 
 
 def _unmap(file: int, address: int, size: int) -> None:

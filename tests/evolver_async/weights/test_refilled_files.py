@@ -36,12 +36,12 @@ import os, sys
 from pathlib import Path
 import torch
 from evolver_async.schema import WeightId
-from evolver_async.weights.channel import mapping
+from evolver_async.process import mounts
 from evolver_async.weights.shm import ShmPublisher, ShmReceiver
 directory = Path(sys.argv[1])
 device = directory.stat().st_dev
-mapping.MOUNTS = directory / "mounts"
-mapping.MOUNTS.write_text(f"1 1 {os.major(device)}:{os.minor(device)} / / rw - nfs4 host:/ rw")
+mounts.MOUNTS = directory / "mounts"
+mounts.MOUNTS.write_text(f"1 1 {os.major(device)}:{os.minor(device)} / / rw - nfs4 host:/ rw")
 publisher, weights = ShmPublisher(directory / "w", background=False), WeightId(lineage=1, step=0)
 publisher.publish(weights, {"a": torch.full((100_000,), 3.0)})
 fetched = ShmReceiver(directory / "w").fetch(weights)

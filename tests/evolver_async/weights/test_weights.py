@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from evolver_async.process import mounts
 from evolver_async.process.private_directories import OWNER, PREFIX, claim, owned, sweep
 from evolver_async.schema import WeightId
 from evolver_async.weights.channel.base import WeightsCorrupt, WeightsGone
@@ -299,6 +300,29 @@ def test_an_owner_in_another_container_or_host_keeps_its_directory(tmp_path: Pat
     assert not owned(directory)
     sweep(tmp_path)
     assert not directory.exists()
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("host", "options", "stays"),
+    [
+        ("elsewhere", "rw,vers=3,local_lock=all", True),
+        ("elsewhere", "rw,vers=4.2,local_lock=none", False),
+        (socket.gethostname(), "rw,vers=3,local_lock=all", False),
+    ],
+)
+def test_where_locks_are_of_one_host_the_directories_of_others_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, host: str, options: str, stays: bool
+) -> None:
+    directory, device = tmp_path / f"{PREFIX}far", tmp_path.stat().st_dev
+    claimed_by_another(directory, "").communicate()
+    (directory / OWNER).write_text(json.dumps({"host": host, "boot": "another", "pid": 7}))
+    table = tmp_path / "mounts"
+    number = f"{os.major(device)}:{os.minor(device)}"
+    table.write_text(f"1 1 {number} / / rw - nfs server:/ {options}\n")
+    monkeypatch.setattr(mounts, "MOUNTS", table)
+    sweep(tmp_path)
+    assert directory.exists() == stays
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"pid": "x"}', "\0"])
