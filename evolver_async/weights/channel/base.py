@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -76,10 +77,17 @@ class Receiver(Protocol):
 
 def read_head(directory: Path) -> WeightId | None:
     """Read the newest version from a channel's directory."""
+    path = directory / HEAD
     try:
-        lineage, step = (directory / HEAD).read_text().split(".")
+        try:
+            text = path.read_text()
+        except OSError as error:
+            if error.errno != errno.ESTALE:
+                raise
+            text = path.read_text()  # another host had replaced the file since it was opened
     except FileNotFoundError:
         return None
+    lineage, step = text.split(".")
     return WeightId(lineage=int(lineage), step=int(step))
 
 

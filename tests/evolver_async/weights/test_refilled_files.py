@@ -185,6 +185,23 @@ def test_on_a_disk_a_file_is_never_filled_again(tmp_path: Path) -> None:
     publisher.close()
 
 
+def test_a_head_that_another_host_replaces_while_it_is_read_is_read_again(
+    shared: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publisher, text = ShmPublisher(shared / "w", background=False), Path.read_text
+    publisher.publish(version(3), filled(3))
+    failures = [OSError(errno.ESTALE, os.strerror(errno.ESTALE))]
+
+    def read_text(path: Path) -> str:
+        if failures:
+            raise failures.pop()
+        return text(path)
+
+    monkeypatch.setattr(Path, "read_text", read_text)
+    assert ShmReceiver(publisher.address).head() == version(3)
+    publisher.close()
+
+
 @pytest.mark.process
 def test_a_file_that_another_host_removes_kills_no_reader(tmp_path: Path) -> None:
     command = [sys.executable, "-c", ON_NETWORK, str(tmp_path)]
