@@ -18,6 +18,7 @@ withdrawn is filled again, by the following protocol. The memory of a receiver n
 A receiver that opened the file before it was hidden finds it locked, or its name gone. Locks are
 seen by processes of one host, in all its containers; so files are filled again only in a file
 system in memory, which no other host shares. Files of a publisher that died are not filled again.
+On a network file system a receiver copies a file: another host can delete it under a mapping.
 """
 
 import itertools
