@@ -31,7 +31,7 @@ class Tail:
             file.seek(self.offset)
             content = file.read()
         complete = content[: content.rfind(b"\n") + 1]
-        found = [_row(line) for line in complete.split(b"\n")[:-1]]
+        found = [row_of(line) for line in complete.split(b"\n")[:-1]]
         if missing := [number for number, row in enumerate(found, self.lines + 1) if row is None]:
             words = "%s: %d lines cannot be read and are left out, the first is line %d"
             log.warning(words, self.path, len(missing), missing[0])
@@ -39,12 +39,6 @@ class Tail:
         self.lines += len(found)
         self.unreadable += len(missing)
         return [row for row in found if row is not None]
-
-
-def count_rows(content: bytes) -> int:
-    """Return the number of rows that a `Tail` returns for a file with this content."""
-    complete = content.split(b"\n")[:-1]
-    return sum(_row(line) is not None for line in complete)
 
 
 def append_row(path: Path, row: Mapping[str, Any]) -> None:
@@ -56,7 +50,8 @@ def append_row(path: Path, row: Mapping[str, Any]) -> None:
         file.write(b"\n" * torn + json.dumps(row).encode() + b"\n")
 
 
-def _row(line: bytes) -> dict[str, Any] | None:
+def row_of(line: bytes) -> dict[str, Any] | None:
+    """Return the row of a line, None if it cannot be read."""
     try:
         row = json.loads(line)
     except ValueError:

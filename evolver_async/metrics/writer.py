@@ -17,7 +17,7 @@ from evolver_async.metrics.activity import LEARNER_LEVELS, ActivityClock, shares
 from evolver_async.metrics.alerts import Level, alert
 from evolver_async.metrics.histograms import HISTOGRAMS, Histogram
 from evolver_async.metrics.sinks import Sinks
-from evolver_async.metrics.tail import count_rows
+from evolver_async.metrics.tail import row_of
 from evolver_async.metrics.wandb_process import UploadSupervisor
 
 
@@ -31,9 +31,12 @@ class JsonlWriter:
     def __init__(self, path: Path) -> None:
         self.file = open(path, "ab+")  # noqa: SIM115 (closed by close)
         self.file.seek(0)
-        content = self.file.read()
-        self.file.truncate(content.rfind(b"\n") + 1)
-        self.count = count_rows(content)
+        end = self.count = 0
+        for line in self.file:  # of months, in the memory of one line
+            if line.endswith(b"\n"):
+                end += len(line)
+                self.count += row_of(line) is not None
+        self.file.truncate(end)
 
     def write(self, row: Mapping[str, Any]) -> None:
         """Write one row of numbers and strings.
