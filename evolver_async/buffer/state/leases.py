@@ -92,7 +92,10 @@ class Leases:
 
     def close(self, group_id: int) -> None:
         """End all leases of the group."""
-        self.playing -= sum(len(one.members) for one in self._by_group.pop(group_id, ()))
+        for lease in self.of_group(group_id):
+            self.playing -= len(lease.members)
+            lease.members.clear()
+        self._forget_empty(group_id)
         self.vacant.pop(group_id, None)
 
     def renew(self, peer: str, progress: dict[int, int], now: float) -> list[int]:
@@ -168,12 +171,7 @@ class Leases:
     def of_peer(self, peer: str) -> list[MemberLease]:
         """Return the leases of one actor."""
         groups = self._by_peer.get(peer, set())
-        leases = [one for group in groups for one in self.of_group(group) if one.peer == peer]
-        if leases:
-            self._by_peer[peer] = {lease.group_id for lease in leases}
-        else:
-            self._by_peer.pop(peer, None)
-        return leases
+        return [one for group in groups for one in self.of_group(group) if one.peer == peer]
 
     def __iter__(self) -> Iterator[MemberLease]:
         for leases in self._by_group.values():
@@ -192,8 +190,13 @@ class Leases:
         self._forget_empty(group_id)
 
     def _forget_empty(self, group_id: int) -> None:
-        left = [lease for lease in self.of_group(group_id) if lease.members]
+        leases = self.of_group(group_id)
+        left = [lease for lease in leases if lease.members]
         if left:
             self._by_group[group_id] = left
         else:
             self._by_group.pop(group_id, None)
+        for peer in {lease.peer for lease in leases} - {lease.peer for lease in left}:
+            self._by_peer[peer].discard(group_id)
+            if not self._by_peer[peer]:
+                del self._by_peer[peer]

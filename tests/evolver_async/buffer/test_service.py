@@ -248,6 +248,19 @@ def test_renewing_with_progress_keeps_a_lease_and_standing_still_loses_it(world)
     assert world.lease(peer="actor-1")[0].group_id == ticket.group_id
 
 
+def test_leases_that_are_over_leave_nothing_behind(tmp_path):
+    """In a week an actor has millions: by their arrival, by an eviction, by their end in time."""
+    world = World(tmp_path, config(max_staleness=9))
+    world.resume()
+    first, second, third = (world.lease()[0] for _ in range(3))
+    world.finish([first])
+    world.store.evict([second.group_id], "age")
+    world.pass_time(11.0)
+    leases = world.store.leases
+    assert not list(leases) and leases.vacant.keys() == {third.group_id}
+    assert not leases._by_peer
+
+
 def test_released_members_are_granted_again_at_once(world):
     (ticket,) = world.lease()
     request = messages.Release(group_id=ticket.group_id, members=[1], reason="drain")
