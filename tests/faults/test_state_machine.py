@@ -177,6 +177,11 @@ class Machine(RuleBasedStateMachine):
             self.expect(ticket, member, weights, next(self.rewards))
 
     @rule(peer=peers)
+    def tell_of_weights(self, peer: str) -> None:
+        """A RENEW without tickets, as beside a parked LEASE, renews nothing and ends nothing."""
+        assert isinstance(self.world.one(peer, messages.Renew(progress={})), messages.Ok)
+
+    @rule(peer=peers)
     def renew(self, peer: str) -> None:
         groups = {ticket.group_id for owner, ticket in self.tickets if owner == peer}
         mine = {g for (g, _), (owner, _) in self.leases.items() if owner == peer}

@@ -101,9 +101,12 @@ class Leases:
     def renew(self, peer: str, progress: dict[int, int], now: float) -> list[int]:
         """Extend the leases of `peer`; return the groups in which it holds none.
 
-        It has lost none of which it has sent all members.
+        It has lost none of which it has sent all members. Without any `progress` it only tells of
+        new weights, not that it holds no ticket.
         """
-        lost, delivered = [], self._delivered.pop(peer, set()) & progress.keys()
+        lost, delivered = [], self._delivered.pop(peer, set())
+        if progress:
+            delivered &= progress.keys()
         if delivered:
             self._delivered[peer] = delivered
         for group_id, count in progress.items():

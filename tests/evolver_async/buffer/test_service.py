@@ -342,7 +342,12 @@ def test_who_has_sent_all_of_a_group_and_waits_for_its_ack_is_not_fenced(world):
     assert isinstance(world.one("actor-0", renewal), messages.Ok)
     assert isinstance(world.one("actor-0", renewal), messages.Ok)
     assert isinstance(world.one("actor-1", renewal), messages.Fenced)
-    assert isinstance(world.one("actor-0", messages.Renew(progress={})), messages.Ok)
+    news = messages.Renew(progress={}, weights=HEAD, visible=HEAD)
+    assert isinstance(world.one("actor-0", news), messages.Ok), "of weights, beside a parked LEASE"
+    assert isinstance(world.one("actor-0", renewal), messages.Ok)
+    (other,) = world.lease()
+    others = messages.Renew(progress={other.group_id: 1})
+    assert isinstance(world.one("actor-0", others), messages.Ok)
     assert isinstance(world.one("actor-0", renewal), messages.Fenced), "it has forgotten the ticket"
 
 
