@@ -109,19 +109,22 @@ class Server:
         next_tick = next_commit = self._clock()
         gathered = _Gathered()
         while not stopped():
-            due = next_tick
-            if gathered.messages and not sync.busy:
-                due = min(due, next_commit)
+            if sync.busy:  # nobody is answered, so no time passes for the service
+                due = self._clock() + TICK_S
+            else:
+                due = min(next_tick, next_commit) if gathered.messages else next_tick
             self._wait(due, gathered)
             now = self._clock()
             if sync.returned and sync.busy:
                 self._finish()
             self._receive(now, gathered)
+            if sync.busy:
+                continue
             ticks = now >= next_tick
             if ticks:
                 self._router.tick(now)
                 next_tick = now + TICK_S
-            if not sync.busy and (ticks or (gathered.messages and now >= next_commit)):
+            if ticks or (gathered.messages and now >= next_commit):
                 self._begin(now)
                 gathered = _Gathered()
                 next_commit = now + self._gather_s

@@ -354,6 +354,38 @@ def test_messages_are_handled_during_a_sync_and_answered_after_their_own(serving
     check_journal(world.directory, SETTINGS, "run", [(ticket.group_id, 0), (ticket.group_id, 1)])
 
 
+def test_no_lease_runs_out_while_a_sync_holds_up_every_answer(tmp_path: Path, monkeypatch):
+    """A disk that is busy with a checkpoint may take longer than `buffer.lease_s`."""
+    settings = config(max_staleness=1, lease_s=1.5, stall_s=600.0)
+    world = World(tmp_path / "journal", settings, now=time.monotonic())
+    world.resume()
+    (ticket,) = world.lease()
+    one = Serving(world, f"ipc://{tmp_path}/s")
+    sync, syncing, gate = os.fdatasync, threading.Event(), threading.Event()
+
+    def slow(descriptor: int) -> None:
+        syncing.set()
+        assert gate.wait(60)
+        sync(descriptor)
+
+    try:
+        with monkeypatch.context() as patch, ThreadPoolExecutor(1) as pool:
+            patch.setattr(os, "fdatasync", slow)
+            try:
+                pushed = pool.submit(one.push, ticket, 0)
+                assert syncing.wait(60)
+                time.sleep(3.0)
+            finally:
+                gate.set()
+            assert isinstance(pushed.result(), messages.Ack)
+        renewed = one.ask(messages.Renew(progress={ticket.group_id: 1}))
+        assert isinstance(renewed, messages.Ok), renewed
+        assert not world.store.leases.vacant
+    finally:
+        one.end()
+        world.store.journal.close()
+
+
 def test_08_grants_stop_while_a_checkpoint_fits_and_the_learner_is_asked_for_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

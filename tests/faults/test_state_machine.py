@@ -331,6 +331,13 @@ class Machine(RuleBasedStateMachine):
         self.world.pass_time(seconds)
         self.leases = {p: x for p, x in self.leases.items() if x[1] > self.world.now}
 
+    @rule(seconds=st.sampled_from((2.0, 3 * LEASE_S)))
+    def stand_still(self, seconds: float) -> None:
+        """No lease ends by it, and none lasts longer than from now on."""
+        self.world.stand_still(seconds)
+        most = self.world.now + LEASE_S
+        self.leases = {p: (peer, min(x + seconds, most)) for p, (peer, x) in self.leases.items()}
+
     @rule(torn=st.integers(0, len(UNFINISHED) - 1))
     def crash(self, torn: int) -> None:
         """kill -9, perhaps in the middle of a write. Every lease begins anew."""

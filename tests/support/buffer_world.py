@@ -139,6 +139,14 @@ class World:
         return reply
 
     def pass_time(self, seconds: float) -> None:
+        """With a tick at least every half second, as a server makes them: see `stand_still`."""
+        end = self.now + seconds
+        while self.now < end:
+            self.stand_still(min(0.5, end - self.now))
+        self.now = end
+
+    def stand_still(self, seconds: float) -> None:
+        """No tick comes until so many seconds have passed."""
         self.now += seconds
         self.service.tick(self.now)
         self.service.commit()

@@ -14,6 +14,7 @@ from evolver_async.buffer.state.leases import Leases
 from evolver_async.buffer.state.replay import Replay
 
 REPEAT_S = 60.0
+STANDSTILL_S = 3.0  # between two calls of `lines`, past which nobody could be heard meanwhile
 WAITS = {"sample": "waits for fresh data: "}
 PARKED_S = 6.0  # a parked LEASE may speak of weights that its sender has replaced since
 
@@ -102,6 +103,7 @@ class Stalls:
         self._begun: list[Stall] = []  # since the last `drain`
         self._longest: dict[tuple[str, str], float] = {}  # since the last `counters`
         self._sought_at, self._any = -math.inf, False  # by the last `find`
+        self._asked_at = math.inf  # the last call of `lines`
 
     def find(self, now: float) -> list[Stall]:
         """The stalls of this moment."""
@@ -113,7 +115,13 @@ class Stalls:
         return found
 
     def lines(self, now: float) -> list[str]:
-        """Lines for the log: a stall when it is found, then once a minute, and its end."""
+        """Lines for the log: a stall when it is found, then once a minute, and its end.
+
+        None after a standstill of this process: what waits for it has to be read first.
+        """
+        stood_still, self._asked_at = now - self._asked_at > STANDSTILL_S, now
+        if stood_still:
+            return []
         found = {(stall.who, stall.about): stall for stall in self.find(now)}
         lines = []
         for place, stall in found.items():

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 
 import msgspec
 
+STANDSTILL_S = 1.0  # between two calls of `expire`, past which the time does not count
+
 
 class MemberLease(msgspec.Struct):
     """Lease of one ticket by one actor. Times in seconds on the caller's clock.
@@ -47,13 +49,15 @@ class Leases:
         self.stall_s = stall_s
         self.vacant: dict[int, set[int]] = {}
         self.playing = 0
+        self._expired_at = math.inf  # the last call of `expire`
         self._by_group: dict[int, list[MemberLease]] = {}
-        self._by_peer: dict[str, set[int]] = {}  # groups in which a peer holds, or held, a lease
+        self._by_peer: dict[str, set[int]] = {}  # groups in which a peer holds a lease
         # Groups of which a peer has sent all: it may not know yet, as its ACK waits for the disk.
         self._delivered: dict[str, set[int]] = {}
 
     def grant(self, peer: str, group_id: int, attempt: int, members: list[int], now: float) -> None:
         """Lease these members; they are vacant no longer."""
+        self._expired_at = min(self._expired_at, now)
         left = self.vacant.get(group_id, set()) - set(members)
         self.vacant.pop(group_id, None)
         if left:
@@ -147,9 +151,14 @@ class Leases:
         return given
 
     def expire(self, now: float) -> list[str]:
-        """Vacate the leases that ran out; return a line for the log about each."""
+        """Vacate the leases that ran out; return a line for the log about each.
+
+        No lease runs out by a standstill of this process, or of its disk: nobody was answered then.
+        """
+        lost = self._extend(now - self._expired_at, now)
+        self._expired_at = now
         over = [lease for lease in self if lease.deadline <= now]
-        lost = [
+        lost += [
             f"group {lease.group_id}: {lease.peer} was silent"
             f"{f' ({lease.doing})' if lease.doing else ''}, "
             f"members {sorted(lease.members)} will be granted again"
@@ -179,6 +188,15 @@ class Leases:
     def __iter__(self) -> Iterator[MemberLease]:
         for leases in self._by_group.values():
             yield from leases
+
+    def _extend(self, still_s: float, now: float) -> list[str]:
+        """Extend all leases by a standstill; return a line for the log about it."""
+        if still_s <= STANDSTILL_S or not self._by_group:
+            return []
+        for lease in self:
+            lease.deadline = min(lease.deadline + still_s, now + self.lease_s)
+            lease.progress_at = min(lease.progress_at + still_s, now)
+        return [f"the buffer or its disk stood still for {still_s:.1f} s; leases last longer by it"]
 
     def _vacate(self, lease: MemberLease) -> None:
         members = set(lease.members)

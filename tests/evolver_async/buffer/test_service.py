@@ -351,6 +351,38 @@ def test_who_has_sent_all_of_a_group_and_waits_for_its_ack_is_not_fenced(world):
     assert isinstance(world.one("actor-0", renewal), messages.Fenced), "it has forgotten the ticket"
 
 
+@pytest.mark.parametrize("seconds", [10.0, 1000.0])
+def test_a_standstill_of_the_buffer_ends_no_lease(world, seconds):
+    """Its actors could not renew: neither the lease nor the progress is too old for that."""
+    (ticket,) = world.lease()
+    world.pass_time(5.0)
+    world.stand_still(seconds)
+    renewal = messages.Renew(progress={ticket.group_id: 1})
+    assert isinstance(world.one("actor-0", renewal), messages.Ok)
+    world.stand_still(seconds)
+    assert isinstance(world.one("actor-0", renewal), messages.Ok), "it could not make progress"
+    world.pass_time(10.0)
+    assert isinstance(world.one("actor-0", renewal), messages.Fenced), "silent for a whole lease"
+
+
+def test_a_standstill_of_the_buffer_is_no_stall_of_its_actors(world, caplog):
+    (ticket,) = world.lease()
+    world.pass_time(2.0)
+    world.stand_still(100.0)
+    renewal = messages.Renew(progress={ticket.group_id: 1})
+    assert isinstance(world.one("actor-0", renewal), messages.Ok)
+    world.pass_time(2.0)
+    assert "stood still for 100.0 s" in caplog.text
+    assert "actor-0 has made no progress" not in caplog.text
+
+
+def test_a_standstill_gives_no_lease_more_than_its_length(world):
+    (ticket,) = world.lease()
+    world.stand_still(100.0)
+    world.pass_time(10.0)
+    assert world.lease(peer="actor-1")[0].group_id == ticket.group_id
+
+
 def test_vacant_members_are_not_granted_again_while_the_disk_is_full(world):
     (ticket,) = world.lease()
     world.one("actor-0", messages.Lease(credit=0))
