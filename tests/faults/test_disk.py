@@ -415,6 +415,29 @@ def test_08_grants_stop_while_a_checkpoint_fits_and_the_learner_is_asked_for_one
     assert world.lease()
 
 
+def test_08_segments_stay_where_the_archive_has_no_room_and_go_with_the_next_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    world = World(tmp_path, config(max_staleness=1, archive="all"), segment_bytes=2500)
+    world.resume()
+    for take in range(6):
+        learn(world, take)
+    sizes = world.store.journal.sizes.keys()
+    assert min(sizes) == 1
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "mkdir", refuse)
+        assert isinstance(world.one("learner", messages.Kept(take=5)), messages.Ok)
+        assert min(sizes) == 1
+    world.one("learner", messages.Kept(take=6))
+    assert min(sizes) > 1
+    assert (tmp_path / "archive" / "00000001.log").exists()
+    world.store.journal.close()
+
+
 def test_08_falling_back_one_checkpoint_still_finds_its_data(tmp_path: Path):
     """Two checkpoints are kept; the newer turns out damaged after a restart."""
     world = World(tmp_path, PATIENT, segment_bytes=2500)

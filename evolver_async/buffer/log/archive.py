@@ -4,6 +4,8 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
+from evolver_async.buffer.log.disk import no_room
+
 
 def archive_bytes(archive: str) -> float:
     """Return the limit of the archive in bytes from `buffer.archive`: none, all or a number."""
@@ -18,12 +20,17 @@ class Archive:
     limit_bytes: float
 
     def remove(self, path: Path) -> None:
-        """Move a segment into the archive, or delete it where nothing is archived."""
-        if self.limit_bytes:
+        """Move a segment into the archive, or delete it where nothing is archived.
+
+        Raises DiskFull if the archive's directory needs room that is not there.
+        """
+        if not self.limit_bytes:
+            return path.unlink()
+        try:
             self._directory.mkdir(exist_ok=True)
             path.rename(self._directory / path.name)
-        else:
-            path.unlink()
+        except OSError as error:
+            raise no_room(self._directory, error) from error
 
     def trim(self) -> None:
         """Delete the oldest segments beyond the limit."""

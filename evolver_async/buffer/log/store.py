@@ -80,7 +80,10 @@ class BufferStore:
                 log.warning("%s; no new segment for now", refusal)
             self.spare = True
         if self.spare:
-            self.journal.drop(self._needed())
+            try:
+                self.journal.drop(self._needed())
+            except DiskFull as refusal:
+                log.warning("%s; old segments stay for now", refusal)
             self.spare = False
 
     def write(self) -> Callable[[], None] | None:
