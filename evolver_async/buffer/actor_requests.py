@@ -75,7 +75,7 @@ class ActorRequests:
         room = request.credit
         held = self.activity.peers[peer].held
         fresh = self.store.replay.room(held) if room >= self.store.replay.numbers.group_size else 0
-        if fresh:
+        if fresh and not self._obstacle():
             asking = {peer, *self.activity.asking(now, self.config.buffer.lease_s)}
             fresh = share(fresh, len(asking))
         tickets, size = [], 0
@@ -201,11 +201,11 @@ class ActorRequests:
             or replay.numbers.kind != "rollout"
             or replay.at.head is None
             or tasks.pool_size() >= questioning.max_tasks
-            or len(replay.live("explore")) >= questioning.groups
         ):
             return False
         wanting = config.tasks.synthetic > 0 and not tasks.pool_size()
-        return wanting or tasks.cursor.since_exploration >= questioning.every
+        due = wanting or tasks.cursor.since_exploration >= questioning.every
+        return due and len(replay.live("explore")) < questioning.groups
 
     def _queued(self) -> Queued | None:
         """The task of the next new group. Demonstrations use only the given tasks."""

@@ -40,7 +40,8 @@ class DiskCapacity:
 
     def obstacle(self) -> str | None:
         """The reason for which no new group may be granted, None if one may."""
-        return self.full() or (self.scarce() if self._supplied() else None)
+        scarce = self.scarce()
+        return self.full() or (scarce if scarce and self._supplied() else None)
 
     def wants_checkpoint(self) -> bool:
         """True if a checkpoint would free segments and space is scarce."""

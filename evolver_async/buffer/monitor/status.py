@@ -64,10 +64,10 @@ class StatusReport:
         lacks = replay.numbers.kind == "rollout" and replay.demanded(held) is None
         if lacks or replay.outstanding() + replay.numbers.reuse <= replay.limit():
             return f"needs newer weights: the head is {replay.at.head}, the actor has held {held}"
-        opened = list(replay.by_state["open"].values())
         waits_for = self.activity.learner_waits(now)
-        if opened and len(replay.by_state["ready"]) < replay.numbers.groups_per_step:
-            waits_for = self.group(opened[0], now)
+        first = next(iter(replay.by_state["open"].values()), None)
+        if first and len(replay.by_state["ready"]) < replay.numbers.groups_per_step:
+            waits_for = self.group(first, now)
         return (
             f"full: {replay.outstanding()} of {replay.limit()} uses outstanding "
             f"({self._occupancy()}); waits for {waits_for}"

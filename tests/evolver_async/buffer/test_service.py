@@ -311,6 +311,18 @@ def test_ready_groups_stop_grants_until_the_learner_takes_some(tmp_path):
     assert world.lease()
 
 
+def test_an_actor_that_waits_is_not_compared_with_all_others(tmp_path, monkeypatch):
+    """Every commit looks at every parked LEASE: with an obstacle it has nothing to share."""
+    settings = config(max_staleness=9)
+    settings.buffer.max_ready = 1.0
+    world = World(tmp_path, settings)
+    world.resume()
+    for _ in range(2):
+        world.finish(world.lease())
+    monkeypatch.setattr(world.service.activity, "asking", None)
+    assert world.lease() == []
+
+
 def test_a_full_disk_stops_grants_and_pushes_are_retried(world):
     (ticket,) = world.lease()
     world.store.journal.free = 0
