@@ -28,10 +28,10 @@ from evolver_async.protocol.messages import (
     StatusRequest,
     Wait,
 )
-from evolver_async.transport.sessions import Sessions
+from evolver_async.transport.sessions import NAMES, Sessions
 
 PARK_S = 5.0  # the longest that LEASE and SAMPLE wait for a change
-PARKED = 1024  # past it the request that was parked for longest is answered WAIT
+PARKED = NAMES  # past it the request that was parked for longest is answered WAIT
 SILENT_S = 60.0  # a process silent for longer does not keep its name from another one
 TICK_S = 0.1
 BUNDLE = 16  # members in one message, at most

@@ -260,6 +260,16 @@ def test_names_are_bounded_and_expire(routed: RoutedWorld) -> None:
     assert len(sessions) == 0
 
 
+def test_as_many_requests_wait_as_there_are_names(routed: RoutedWorld) -> None:
+    """One that made room for another would come again at once, and make another one come."""
+    routed.one(messages.Lease(credit=1000, weights=HEAD), sender="other")
+    lease = messages.Lease(credit=2, weights=HEAD, visible=HEAD)
+    for number in range(1500):
+        envelope = Envelope("run", f"a-{number}", 0, 1, lease)
+        routed.router.receive(f"a-{number}", pack(envelope), routed.world.now)
+    assert routed.router.settle(routed.world.now) == []
+
+
 def hello_of(name: str) -> Envelope:
     return Envelope("run", name, 0, 1, HELLO)
 
