@@ -20,6 +20,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from msgspec import structs
+
 from evolver_async.protocol.envelope import Envelope
 from evolver_async.protocol.messages import (
     Contribute,
@@ -27,6 +29,7 @@ from evolver_async.protocol.messages import (
     GroupReply,
     Hello,
     Lease,
+    Ok,
     Push,
     Pushes,
     Reject,
@@ -43,6 +46,8 @@ from evolver_async.protocol.messages import (
 NAMES = 4096  # past it the name that was silent for longest is forgotten
 ANSWERS = 512  # remembered of each process; older messages are refused as repeated
 EXPIRY_S = 3600.0  # a name that was silent for so long is forgotten
+# One for all, as most answers are: RENEW, COUNTERS and RELEASE have no other.
+PLAIN: list[Reply] = [Ok()]
 EXEMPT = Push | Pushes | Retrieve | Contribute
 
 
@@ -82,7 +87,7 @@ class PeerSession:
             if self.granted in self.answers:
                 self.answers[self.granted] = [Wait(reason="these tickets were granted before")]
             self.granted = number
-        self.answers[number] = replies
+        self.answers[number] = PLAIN if _plain(replies[0]) else replies
         if len(self.answers) > ANSWERS:
             oldest = next(iter(self.answers))
             del self.answers[oldest]
@@ -185,3 +190,8 @@ def _same(session: PeerSession, envelope: Envelope) -> bool:
 
 def _refused(request: Request | Reply, replies: list[Reply]) -> bool:
     return isinstance(request, Hello) and isinstance(replies[0], Reject)
+
+
+def _plain(reply: Reply) -> bool:
+    """True for an OK that says nothing else."""
+    return type(reply) is Ok and not any(structs.astuple(reply))

@@ -156,6 +156,14 @@ def vars_of(lease: Any) -> tuple[Any, ...]:
     return lease.peer, lease.group_id, lease.attempt, sorted(lease.members), lease.progress
 
 
+def test_remembered_answers_that_say_nothing_take_no_room(routed: RoutedWorld) -> None:
+    """A thousand actors have half a million of them."""
+    for number in range(1, 9):
+        assert type(routed.one(messages.Renew(progress={}), number)) is messages.Ok
+    sessions = routed.router._sessions._by_name
+    assert len({id(answer) for answer in sessions["actor-0"].answers.values()}) == 1
+
+
 def test_a_repeated_push_is_a_duplicate_and_a_message_too_old_to_know_is_refused(
     routed: RoutedWorld,
 ) -> None:
