@@ -33,7 +33,10 @@ class MismatchError(WireError):
 
 
 class ChecksumError(WireError):
-    """A message whose bytes have changed on their way: sent again, it can arrive whole."""
+    """A message whose bytes have changed on their way: sent again, it can arrive whole.
+
+    It names no message, so that its refusal ends no request.
+    """
 
 
 @dataclass(frozen=True)
@@ -167,6 +170,8 @@ def unpack(frames: Sequence[Any], limits: MessageLimits = LIMITS) -> Envelope:
     header = _read_header(head[4:], limits)
     try:
         return _open(header, parcels, limits)
+    except ChecksumError:
+        raise
     except WireError as error:
         error.message_id = header.id  # lets a refusal be matched to its request
         raise

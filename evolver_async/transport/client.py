@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import Any
 
-from evolver_async.protocol.envelope import ChecksumError, Envelope, WireError, pack, unpack
+from evolver_async.protocol.envelope import Envelope, WireError, pack, unpack
 from evolver_async.protocol.messages import (
     GroupReply,
     Groups,
@@ -171,7 +171,7 @@ class Client(ABC):
         try:
             envelope = unpack(frames)
         except WireError as error:
-            if isinstance(error, ChecksumError) or not error.message_id:
+            if not error.message_id:
                 log.warning("ignored a garbled reply from %s: %s", self.address, error)
                 return
             # of another version, or of too many parts: a resend would bring the same
