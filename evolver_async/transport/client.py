@@ -54,11 +54,13 @@ class AccessDenied(Rejected):
 
 @dataclass
 class _Pending:
-    """A request that waits for its reply. `sent`: its frames, or the trajectory of a PUSH."""
+    """A request that waits for its reply. `sent`: its frames, or the trajectory of a PUSH;
+    `came`: number of parts of a reply that have come, those of its copies included."""
 
     sent: list[bytes] | Parcel
     reply: asyncio.Future
     parts: dict[int, Group] = field(default_factory=dict)
+    came: int = 0
 
 
 class Client(ABC):
@@ -161,10 +163,15 @@ class Client(ABC):
         )
 
     async def _answered(self, pending: _Pending, patience: float, deadline: float | None) -> bool:
-        if deadline is not None:
-            patience = min(patience, deadline - asyncio.get_running_loop().time())
-        await asyncio.wait((pending.reply,), timeout=max(0.0, patience))
-        self._poll()  # the loop may have stood still while replies came
+        """True if the reply comes; wait on while parts of it come, as a copy would come behind."""
+        now, came = asyncio.get_running_loop().time, -1
+        while came < pending.came and not pending.reply.done():
+            came = pending.came
+            left = patience if deadline is None else min(patience, deadline - now())
+            await asyncio.wait((pending.reply,), timeout=max(0.0, left))
+            self._poll()  # the loop may have stood still while replies came
+            if deadline is not None and now() >= deadline:
+                break
         return pending.reply.done()
 
     def _receive(self, frames: list[Any]) -> None:
@@ -198,6 +205,7 @@ class Client(ABC):
             if type(reply) is Reject and envelope.message_id == 0:
                 log.warning("%s refused a message: %s", self.address, reply.reason)
         elif isinstance(reply, GroupReply):
+            pending.came += 1
             pending.parts.pop(reply.group.group_id, None)  # the newest stream's order counts
             pending.parts[reply.group.group_id] = reply.group
         elif isinstance(reply, Groups):

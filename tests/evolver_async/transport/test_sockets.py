@@ -533,6 +533,36 @@ def test_an_incomplete_stream_is_not_taken_for_a_whole_one(directory: Path) -> N
     assert [group.group_id for group in groups] == [0, 1, 2]
 
 
+def test_groups_that_take_long_to_come_are_asked_for_once(directory: Path) -> None:
+    """A copy would come behind them, and hold up the next take."""
+    router = zmq.Context.instance().socket(zmq.ROUTER)
+    router.bind(f"ipc://{directory}/s")
+    asked = 0
+
+    def answer_slowly() -> None:
+        nonlocal asked
+        assert router.poll(10_000)
+        identity, *frames = router.recv_multipart()
+        number = unpack(frames).message_id
+        replies = [GroupReply(group=group(trajectory(n))) for n in range(5)]
+        for reply in (*replies, Groups(count=5)):
+            time.sleep(0.1)
+            router.send_multipart([identity, *pack(Envelope("run", "buffer", 0, number, reply))])
+        asked = 1
+        while router.poll(0):
+            router.recv_multipart()
+            asked += 1
+
+    thread = threading.Thread(target=answer_slowly)
+    thread.start()
+    with client(f"ipc://{directory}/s", park_s=0, resend_s=0.2) as dealer:
+        groups = asyncio.run(dealer.request(Sample(lineage=1, take=0, stage=0), 10))
+    thread.join(10)
+    router.close(linger=0)
+    assert [group.group_id for group in groups] == [0, 1, 2, 3, 4]
+    assert asked == 1
+
+
 def test_retry_is_obeyed(directory: Path) -> None:
     store = Store()
     store.busy = 2
