@@ -104,7 +104,8 @@ class Client(ABC):
         self._pending[message_id] = pending
         try:
             while True:
-                self._transmit(message_id, pending)
+                if not silent or self._connected():
+                    self._transmit(message_id, pending)
                 patience = parks + pause * self._jitter.uniform(0.8, 1.2)
                 if not await self._answered(pending, patience, deadline):
                     if deadline is not None and loop.time() >= deadline:
@@ -139,6 +140,10 @@ class Client(ABC):
     @abstractmethod
     def _poll(self) -> None:
         """Receive the replies that have arrived."""
+
+    def _connected(self) -> bool:
+        """False if a copy of a request would only be queued behind it, to be sent with it."""
+        return True
 
     def fail(self, error: Exception) -> None:
         """Raise an error in all unanswered requests."""

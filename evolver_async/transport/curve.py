@@ -35,6 +35,7 @@ EVENTS = (
     | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+    | zmq.EVENT_DISCONNECTED
 )
 
 log = logging.getLogger(__name__)
@@ -88,6 +89,7 @@ class Handshake:
         self._address = address
         self._keys = keys
         self.successes = 0  # established connections
+        self.connected = False
         self._refusal: str | None = None
         self._unclear: list[float] = []
         if keys is not None:
@@ -109,7 +111,10 @@ class Handshake:
     def _note_event(self, event: int, now: float) -> None:
         """Note an event. After the two failures with a detail libzmq does not reconnect."""
         keys = self._keys
-        if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+        self.connected = event == zmq.EVENT_HANDSHAKE_SUCCEEDED
+        if event == zmq.EVENT_DISCONNECTED:
+            return
+        if self.connected:
             self.successes += 1
             self._refusal = None  # one that was guessed is refuted
             self._unclear.clear()

@@ -90,6 +90,9 @@ class DealerClient(Client):
                 if not pending.reply.done():
                     self._transmit(message_id, pending)
 
+    def _connected(self) -> bool:
+        return self._handshake.connected
+
     def _detach(self) -> None:
         if self._loop is not None and not self._loop.is_closed():
             for zmq_socket in (self._socket, self._handshake.monitor):

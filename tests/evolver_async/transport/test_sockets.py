@@ -56,6 +56,7 @@ from evolver_async.schema import (
     VersionRun,
     WeightId,
 )
+from evolver_async.transport import client as transport_client
 from evolver_async.transport import curve
 from evolver_async.transport.client import Client, Rejected
 from evolver_async.transport.dealer import DealerClient
@@ -561,6 +562,38 @@ def test_groups_that_take_long_to_come_are_asked_for_once(directory: Path) -> No
     router.close(linger=0)
     assert [group.group_id for group in groups] == [0, 1, 2, 3, 4]
     assert asked == 1
+
+
+def test_an_outage_leaves_no_copies_that_come_at_its_end(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transport_client, "RESEND_LIMIT_S", 0.02)
+    address, store, runner = f"ipc://{directory}/s", Store(), asyncio.Runner()
+    with runner, client(address, resend_s=0.02) as dealer:
+        with serving(Store(), address):
+            runner.run(dealer.request(StatusRequest(), 10))
+
+        async def ask_during_an_outage() -> Any:
+            push = asyncio.create_task(dealer.request(Push(trajectory=trajectory(1)), 20))
+            await asyncio.sleep(1.0)
+            with serving(store, address):
+                return await push
+
+        assert isinstance(runner.run(ask_during_an_outage()), Ack)
+    assert store.seen("Push") <= 3
+
+
+def test_a_request_from_before_the_server_goes_out_when_it_is_there(directory: Path) -> None:
+    address = f"ipc://{directory}/s"
+
+    async def ask(dealer: DealerClient) -> Any:
+        asked = asyncio.create_task(dealer.request(StatusRequest(), 20))
+        await asyncio.sleep(0.2)
+        with serving(Store(), address):
+            return await asked
+
+    with client(address, resend_s=60) as dealer:
+        assert isinstance(asyncio.run(ask(dealer)), StatusReply)
 
 
 def test_retry_is_obeyed(directory: Path) -> None:
