@@ -3,6 +3,7 @@
 import ctypes
 import logging
 import os
+import resource
 import signal
 import sys
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from evolver_async.errors import TRAINING_ERROR, USER_ERROR, TrainingError, Unre
 from evolver_async.process.logs import RepeatFilter
 
 SET_PDEATHSIG = 1  # of prctl
+SERVERS = ("buffer", "experience", "learner")  # roles with connections of all actors
 INCARNATIONS = 1000  # of one process in one launch; those of the next launch are higher
 
 log = logging.getLogger(__name__)
@@ -49,6 +51,8 @@ def run_process(
     set_up_logging(log_file, logging.ERROR)
     if args.parent_pid is not None:
         die_with(args.parent_pid)
+    if role in SERVERS:
+        raise_file_limit()
     log.info("%s %s, incarnation %d, pid %d", role, args.name, args.incarnation, os.getpid())
     try:
         return load_main()(args)
@@ -66,6 +70,15 @@ def die_with(parent_pid: int) -> None:
         ctypes.CDLL(None).prctl(SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent_pid:
         sys.exit(f"the parent process {parent_pid} has ended")
+
+
+def raise_file_limit() -> None:
+    """Raise this process's limit of open files to the most that is allowed.
+
+    Beyond the limit libzmq accepts no connection, tries again without a pause, and says nothing.
+    """
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def set_up_logging(log_file: Path | None, stderr_level: int) -> None:

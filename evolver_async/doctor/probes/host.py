@@ -105,9 +105,8 @@ def disk(directory: str = "runs") -> ProbeResult:
 
 
 def files() -> ProbeResult:
-    """Read the limit of open files and sockets of a process."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY:
+    """Read the limit of open files and sockets, to which a buffer raises its own."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if most == resource.RLIM_INFINITY:
         return ProbeResult(True, "no limit")
-    more = f", up to {hard}" if hard > soft else ""
-    return ProbeResult(soft >= LEAST_FILES, f"{soft} per process{more}")
+    return ProbeResult(most >= LEAST_FILES, f"at most {most} per process")
