@@ -21,6 +21,7 @@ from evolver_async.protocol.trajectories import Parcel, unwrap
 from evolver_async.schema import Trajectory
 
 ARCHIVE = "archive"
+MAPPED = 16  # segments at a time, as each keeps a file open
 
 
 class JournalReader:
@@ -31,11 +32,10 @@ class JournalReader:
         self._maps: dict[int, mmap.mmap] = {}
         found = {int(path.stem) for path in directory.glob("*.log")}
         found |= {int(path.stem) for path in (directory / ARCHIVE).glob("*.log")}
-        self.numbers: list[int] = []
-        for number in sorted(found, reverse=True):
-            if self.numbers and number != self.numbers[0] - 1:
-                break
-            self.numbers.insert(0, number)
+        first = newest = max(found, default=-1)
+        while first - 1 in found:
+            first -= 1
+        self.numbers = range(first, newest + 1) if found else range(0)
 
     def read(self) -> Iterator[tuple[records.AnyRecord, Location]]:
         """Yield every record with the place of its body. Raises JournalError for damage."""
@@ -107,14 +107,20 @@ class JournalReader:
         return None
 
     def _mapped(self, number: int, end: int) -> mmap.mmap | None:
-        """Map a segment of at least `end` bytes, None if it is gone. A map outlives its file."""
-        held = self._maps.get(number)
-        if held is not None and len(held) >= end:
-            return held
+        """Return the map of a segment of at least `end` bytes, None if it is gone."""
+        held = self._maps.pop(number, None)
+        if held is None or len(held) < end:
+            held = self._map(number)
+        if held is not None:
+            self._maps[number] = held
+        if len(self._maps) > MAPPED:
+            del self._maps[next(iter(self._maps))]  # the one that was not read for longest
+        return held
+
+    def _map(self, number: int) -> mmap.mmap | None:
         for path in self._paths(number):
             with contextlib.suppress(FileNotFoundError), open(path, "rb") as file:
-                self._maps[number] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-                return self._maps[number]
+                return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         return None
 
     def _paths(self, number: int) -> tuple[Path, ...]:

@@ -1,10 +1,12 @@
 """The journal is read while it is written, and nothing of it is changed."""
 
+import os
 from pathlib import Path
 
 import pytest
 from reported_runs import SEGMENT_BYTES, MadeRun
 
+from evolver_async.buffer.log import reader as reader_module
 from evolver_async.buffer.log.quarantine import JournalError
 from evolver_async.buffer.log.reader import JournalReader
 from evolver_async.buffer.state import records
@@ -75,6 +77,24 @@ def test_archived_segments_are_read_and_removed_ones_are_gone(tmp_path: Path) ->
         assert (len(places) == 48) == (archive == "all")
     gone = (1, *places[0][1:])
     assert reader.trajectory(gone) is None and not reader.kept(gone)
+
+
+def test_a_long_archive_is_read_with_few_open_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reader_module, "MAPPED", 2)
+    run = MadeRun(tmp_path / "run", segment_bytes=SEGMENT_BYTES, archive="all")
+    for _ in range(12):
+        run.step("left", "right", "up")
+        run.world.ask("learner", Kept(take=run.takes))
+    run.close()
+    reader = JournalReader(run.run_dir / "journal")
+    places = [place for one, place in reader.read() if isinstance(one, records.Arrived)]
+    assert len({place[0] for place in places}) > 4
+    before = len(os.listdir("/proc/self/fd"))
+    for place in (*places, *reversed(places)):
+        assert reader.trajectory(place) is not None
+        assert len(os.listdir("/proc/self/fd")) <= before + 2
 
 
 def test_damage_is_an_error_that_names_the_file(tmp_path: Path) -> None:
