@@ -208,6 +208,14 @@ def test_keys_that_cannot_be_used_are_named(keys: Path) -> None:
         check_keys(keys / "none")
 
 
+@pytest.mark.parametrize("name", ["allowed", "allowed/run.public"])
+def test_a_list_of_keys_that_everybody_may_change_is_refused(keys: Path, name: str) -> None:
+    path = keys / name
+    path.chmod(path.stat().st_mode | 0o002)
+    with pytest.raises(KeysError, match=rf"{name}: must not be writable for all users, has mode"):
+        check_keys(keys)
+
+
 def test_the_command_makes_keys_once(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
     where = directory / "keys"
     assert main(["keys", str(where), "--names", "actor-a"]) == 0

@@ -73,7 +73,8 @@ def make(directory: Path, names: Iterable[str]) -> list[Path]:
 
 
 def server_secret(directory: Path) -> bytes:
-    """The buffer's own key. Raises KeysError."""
+    """The buffer's own key. Raises KeysError, also if everybody may add a client to its list."""
+    _refuse_writable(directory / ALLOWED)
     return read_key(directory / "server.secret")
 
 
@@ -100,6 +101,16 @@ def check_keys(directory: Path) -> None:
         raise KeysError(f"{directory / ALLOWED}: does not list the run's own client.secret")
 
 
+def _refuse_writable(path: Path) -> None:
+    """Raise KeysError for a list, or a key, that all users of the host may change."""
+    try:
+        mode = stat.S_IMODE(path.stat().st_mode)
+    except OSError as error:
+        raise KeysError(f"{path}: {(error.strerror or 'cannot be read').lower()}") from None
+    if mode & 0o002:
+        raise KeysError(f"{path}: must not be writable for all users, has mode {mode:04o}")
+
+
 def _make_server(directory: Path) -> None:
     directory.mkdir(mode=0o700, parents=True)
     (directory / ALLOWED).mkdir(mode=0o700)
@@ -119,6 +130,7 @@ def _write(path: Path, key: bytes) -> None:
 
 def read_key(path: Path) -> bytes:
     """Read the key in a file, in Z85. Raises KeysError, also if others may read a secret one."""
+    _refuse_writable(path)
     try:
         mode = stat.S_IMODE(path.stat().st_mode)
         key = path.read_bytes().strip()
