@@ -5,11 +5,13 @@ from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 
 from actors.experience.embed import Embedder
 from actors.questioning.replay import ReplayedEpisode
 from actors.questioning.synthesize import Candidate
+from evolver_async.buffer.tasks.jsonl import MAX_BYTES
 from evolver_async.randomness import key
 from evolver_async.schema import Task
 
@@ -60,9 +62,15 @@ class KnownTasks:
         return list(self._of(task).queries)
 
     def objection(self, task: Task) -> str | None:
-        """Return why a task is rejected (empty, known, lexical, semantic); None if it is not."""
+        """Return why a task is rejected (empty, large, known, lexical, semantic); None if it is
+        not.
+
+        The buffer refuses an offer with a `large` one.
+        """
         if not task.reference or not all(task.reference):
             return "empty"
+        if len(msgspec.msgpack.encode(task)) > MAX_BYTES:
+            return "large"
         others = self._of(task)
         if task.task_id in others.ids:
             return "known"

@@ -39,7 +39,7 @@ from evolver_async.protocol.transcripts import Turn
 from evolver_async.randomness import key
 from evolver_async.schema import Task, Ticket
 
-COUNTED = ("candidates", "accepted", "dropped_known", "dropped_infeasible")
+COUNTED = ("candidates", "accepted", "dropped_known", "dropped_large", "dropped_infeasible")
 LLM_COUNTED = (  # only with a language model
     "dropped_empty",
     "dropped_lexical",

@@ -372,6 +372,8 @@ def test_what_is_empty_or_alike_is_no_task():
     assert known.objection(made("sell it", reference=[])) == "empty"
     assert known.objection(made("sell it", reference=["look", ""])) == "empty"
     assert known.objection(made(" .,! ")) == "empty"
+    long = made("sell it", reference=["look around"] * 3000)
+    assert known.objection(long) == "large", "the buffer would refuse all tasks of the offer"
     elsewhere = made("buy one apple and two pears for the cook", map_seed=1)
     assert known.objection(elsewhere) is None
     assert known.queries(elsewhere) == [] and known.queries(first) == [first.query]
