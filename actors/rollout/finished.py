@@ -10,7 +10,7 @@ import numpy as np
 from actors.rollout.episode_config import Setting
 from evolver_async.protocol.transcripts import Transcript, Turn
 from evolver_async.randomness import key
-from evolver_async.schema import Sequence, Ticket, Trajectory
+from evolver_async.schema import REWARD_ROUNDING, Sequence, Ticket, Trajectory
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class RewardTooLarge(ValueError):
 def refuse_large(largest: float, reward: float, turn_rewards: np.ndarray) -> None:
     """Raise RewardTooLarge if the outcome or a turn has a reward beyond `largest`, of any sign."""
     found = max(map(abs, (reward, *turn_rewards.tolist())))
-    if found > largest:
+    if found > largest * REWARD_ROUNDING:
         limit = f"the largest that safety.max_reward allows is {largest:g}"
         raise RewardTooLarge(f"a reward of {found:g}, {limit}")
 

@@ -13,7 +13,7 @@ from evolver_async.buffer.state.ledger import Amount
 from evolver_async.lineages import ends
 from evolver_async.protocol import messages
 from evolver_async.protocol.messages import Reply
-from evolver_async.schema import SCRIPTED, Trajectory
+from evolver_async.schema import REWARD_ROUNDING, SCRIPTED, Trajectory
 
 RETRY_S = 1.0
 LONGEST_S = 1e9  # an episode counts for no more, so that sums stay finite
@@ -74,7 +74,7 @@ class Arrivals:
         bound = self.max_rewards[held.stage]
         turns = max(map(abs, trajectory.turn_rewards.tolist()), default=0.0)
         for name, size in (("reward", abs(trajectory.reward)), ("turn_rewards", turns)):
-            if size > bound:
+            if size > bound * REWARD_ROUNDING:
                 return f"{name}: {size:g}, the largest that safety.max_reward allows is {bound:g}"
         expected = "scripted" if held.kind in SCRIPTED else "learned"
         if trajectory.policy != expected and held.kind != "explore":  # whoever explores

@@ -126,6 +126,18 @@ def test_22_the_bound_on_rewards_is_that_of_the_stage(tmp_path: Path) -> None:
     world.service.close()
 
 
+def test_22_a_reward_at_the_bound_passes_as_it_was_rounded(tmp_path: Path) -> None:
+    settings = config()
+    settings.stages = [StageConfig(kind="rl", steps=1, override={"safety": {"max_reward": 1.1}})]
+    world = World(tmp_path, settings)
+    world.resume()
+    (ticket,) = world.lease()
+    made = trajectory(ticket, 0, reward=1.1)
+    made.turn_rewards = np.full(1, 1.1, np.float32)
+    assert isinstance(world.one("actor-0", messages.Push(trajectory=made)), messages.Ack)
+    world.service.close()
+
+
 # ---- in the learner, should anything come through
 
 

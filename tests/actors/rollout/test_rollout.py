@@ -317,6 +317,12 @@ def test_a_reward_that_the_buffer_refuses_is_the_environments_failure() -> None:
         roll_out(corridor(env=Numeric, reward=3.0), setting(max_reward=2.0), said)
 
 
+def test_a_reward_as_large_as_its_bound_is_allowed_although_it_is_rounded() -> None:
+    said = FakeEngine({"0/0/0": say(RIGHT, RIGHT)})
+    (finished,) = play(corridor(env=Numeric, reward=0.55), setting(max_reward=1.1), said)
+    assert finished.trajectory.reward > 1.1
+
+
 def test_text_that_no_tokenizer_reads_is_shown_without_it() -> None:
     engine = FakeEngine({"0/0/0": say(RIGHT, RIGHT)})
     how = setting(max_turns=2, recorded=True)
