@@ -31,15 +31,15 @@ class StudyCurve:
 def mean_curve(cell: CellSummary, axis: Axis) -> StudyCurve | None:
     """Return the mean curve of a cell's finished runs, None without a range that all of them cover.
 
-    The curves are interpolated over that range: by step at the steps of any seed, by another axis
-    at GRID_POINTS places.
+    None too if a run has a place that is not known. The curves are interpolated over that range: by
+    step at the steps of any seed, by another axis at GRID_POINTS places.
     """
     curves = [
         [(_at(point, axis), point.value) for point in one.points]
         for one in cell.results
         if one.state == "finished" and one.points
     ]
-    if not curves:
+    if not curves or any(math.isnan(place) for curve in curves for place, _ in curve):
         return None
     low, high = max(one[0][0] for one in curves), min(one[-1][0] for one in curves)
     if high < low:

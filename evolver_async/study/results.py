@@ -1,17 +1,18 @@
 """Results of a study's runs, read from their metrics.
 
 Environment steps are the turns of all episodes that the buffer received, those of explorations
-included if the run has recorded them (`EXPLORED_TURNS`). Seconds and environment
-steps of a run that continues a cold start begin at the fork.
+included and those of evaluations not (`RECEIVED_TURNS`). Seconds and environment steps of a run
+that continues a cold start begin at the fork.
 """
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from evolver_async.buffer.stages import TICKETS, evaluation_digest
+from evolver_async.buffer.stages import evaluation_digest
 from evolver_async.config import ConfigError
 from evolver_async.config.load import stage_config
 from evolver_async.launch.run_directory import config_of
@@ -20,7 +21,7 @@ from evolver_async.metrics.tail import Tail
 from evolver_async.study.directory import CellRun, RunState, Study, cold_run, runs_of, state_of
 from evolver_async.study.statistics import area, first_reach, weighted_mean
 
-EXPLORED_TURNS = "questioning/explored_turns"
+RECEIVED_TURNS = "ledger/received_turns"
 METRICS = "metrics.jsonl"
 BUCKETS = ("0", "1", "2", "3-4", "5-8", "9+")  # of version lag, in the order of an axis
 BY_LAG = ("ess", "kl", "clip")
@@ -206,24 +207,17 @@ def rows_of(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def progress_of(rows: Sequence[dict[str, Any]], before_s: float = 0.0) -> dict[float, Point]:
-    """Return environment steps and seconds by learner step.
-
-    The ledger counts the received episodes of the kind of ticket of the present stage, explorations
-    apart.
-    """
-    progress: dict[float, Point] = {}
-    env_steps, explored, received = 0.0, 0.0, dict.fromkeys(TICKETS.values(), 0.0)
-    for row in rows:
-        if "stage_kind" not in row:
-            continue
-        kind, now = TICKETS[row["stage_kind"]], row.get("ledger/received") or 0.0
-        played = max(0.0, now - received[kind])
-        env_steps += played * (row.get("train/turns_mean") or 0.0)
-        received[kind] += played
-        explored = max(explored, row.get(EXPLORED_TURNS) or 0.0)
-        seconds = max(0.0, row["time_s"] - before_s)
-        progress[row["step"]] = Point(row["step"], env_steps + explored, seconds, 0.0)
-    return progress
+    """Return environment steps and seconds by learner step; nan where a row lacks the former."""
+    return {
+        row["step"]: Point(
+            row["step"],
+            row.get(RECEIVED_TURNS, math.nan),
+            max(0.0, row["time_s"] - before_s),
+            0.0,
+        )
+        for row in rows
+        if "stage_kind" in row
+    }
 
 
 def _last_second(rows: Sequence[dict[str, Any]]) -> float:

@@ -4,6 +4,7 @@ Means are over finished runs only, and every row says how many these are. The fi
 baseline of all differences.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -145,6 +146,8 @@ def threshold_rows(cells: Sequence[CellSummary]) -> list[list[str]]:
 def _amount(cell: CellSummary, name: str) -> str:
     if cell.finished and not cell.finals:
         return f"metric {cell.metric} occurs in no finished run"
+    if any(map(math.isnan, cell.reached[name].amounts)):
+        return "not recorded"
     return shown_reach(cell.reached[name])
 
 

@@ -140,20 +140,6 @@ def own_tasks(found: dict[str, Evidence], first: str) -> Iterator[str]:
         )
 
 
-def explorations(found: dict[str, Evidence]) -> Iterator[str]:
-    """Yield the explorations of runs that have not recorded their turns, if there are such runs."""
-    counts = [
-        f"`{name}` {one.uncounted.mean:,.0f} (at most {one.uncounted_turns.mean:,.0f} turns)"
-        for name, one in found.items()
-        if one.uncounted.count
-    ]
-    if counts:
-        yield (
-            "Environment steps of these variants do not contain the turns of explorations, which"
-            f" look for tasks and were not recorded. Explorations of a run: {', '.join(counts)}."
-        )
-
-
 def texts(study: Study) -> tuple[str, str, list[CellSummary]]:
     """Return the text of the results, that of the page, and the cells of the picture.
 
@@ -172,7 +158,7 @@ def texts(study: Study) -> tuple[str, str, list[CellSummary]]:
     rows = [row_of(one, found.get(first)) for one in found.values()]
     means = " ".join([meaning(study, first), *evaluated_on(results)])
     full = [said, table(rows, list(rows[0])), f"{means} {DETAILS}"]
-    full += [*explorations(found), *judged(found), *own_tasks(found, first)]
+    full += [*judged(found), *own_tasks(found, first)]
     short = [said, table(rows, SHORT), means]
     drawn = [found[name].summary for name in MAIN if name in found]
     if drawn:

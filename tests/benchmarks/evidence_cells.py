@@ -5,9 +5,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from evolver_async.config.load import load, stage_config
 from evolver_async.study.curves import StudyCurve, mean_curve, reached
-from evolver_async.study.results import EXPLORED_TURNS, RunResult, rows_of
+from evolver_async.study.results import RunResult, rows_of
 from evolver_async.study.statistics import Interval, interval
 from evolver_async.study.summary import CellSummary
 
@@ -52,8 +51,6 @@ class Evidence:
     wasted_last: Interval
     wasted_mean: Interval
     freed: Interval
-    uncounted: Interval  # exploration episodes of a run that has not recorded their turns
-    uncounted_turns: Interval  # most turns that these can have had
 
     @property
     def runs(self) -> list[RunResult]:
@@ -76,7 +73,6 @@ def evidence_of(cell: CellSummary, threshold: float) -> Evidence | None:
         [found for one in done if (found := values_of(one, metric))]
         for metric in ("guidance/wasted", "boost/freed_fraction")
     )
-    uncounted = [found for one in done if (found := uncounted_of(one))[0] > 0]
     return Evidence(
         summary=cell,
         curve=by_env_steps,
@@ -85,8 +81,6 @@ def evidence_of(cell: CellSummary, threshold: float) -> Evidence | None:
         wasted_last=interval([found[-1] for found in wasted]),
         wasted_mean=interval([statistics.fmean(found) for found in wasted]),
         freed=interval([statistics.fmean(found) for found in freed]),
-        uncounted=interval([episodes for episodes, _ in uncounted]),
-        uncounted_turns=interval([turns for _, turns in uncounted]),
     )
 
 
@@ -102,16 +96,6 @@ def at_equal_steps(one: Evidence, first: Evidence) -> Interval:
             values = [point.value for point in run.points]
             differences.append(float(np.interp(end.env_steps, places, values)) - end.value)
     return interval(differences)
-
-
-def uncounted_of(result: RunResult) -> tuple[float, float]:
-    """Return the explorations whose turns are in no metric of a run, and most turns of these."""
-    if values_of(result, EXPLORED_TURNS):
-        return 0.0, 0.0
-    explored = max(values_of(result, "questioning/explored"), default=0.0)
-    config = load(result.run.directory / "config.yaml")
-    last = stage_config(config, len(config.stages) - 1)
-    return explored, explored * last.questioning.max_turns
 
 
 def values_of(result: RunResult, metric: str) -> list[float]:

@@ -47,7 +47,6 @@ RUNS = {  # a step has 24 environment steps; a cold start ends at a success of 0
 GUIDED = {
     "guidance/wasted": [0.0, 0.1, 0.2],
     "boost/freed_fraction": [0.0, 0.06, 0.03],
-    "questioning/explored": [400.0, 800.0, 1200.0],
 }
 
 Script = Callable[[Path], int]
@@ -123,8 +122,7 @@ def test_the_results_get_the_full_table(study: Study, script: Script, tmp_path: 
     whole = " ".join(meaning.split())
     assert whole.startswith(" ".join(MEANING.split())) and "`guidance/wasted`" in whole
     assert MEANING.endswith("5 distinct tasks.\n")
-    explored, judged, turns, own = others
-    assert explored.endswith("of a run: `N` 1,200 (at most 36,000 turns).")
+    judged, turns, own = others
     assert "is at 0.180, 90 % of the best value of `sparse`'s" in " ".join(judged.split())
     assert turns.splitlines() == [
         "| variant | environment steps | ratio |",
@@ -145,22 +143,6 @@ def test_variants_are_compared_at_the_environment_steps_of_the_first_cell(
         write_run(run_of(study, "N", seed), [0.2, 0.5, 0.9], before_s=4.0)
     assert script(study.out) == 0
     assert "| +0.500 ± 0.000 | +0.100 ± 0.000 |" in between_markers(tmp_path / "RESULTS.md")
-
-
-def test_recorded_turns_of_explorations_are_environment_steps(
-    script: Script, tmp_path: Path
-) -> None:
-    """A step has 24 turns of rollouts; that of `N` has 16 of explorations beside them."""
-    study = begun(tmp_path / "study", seeds=(0,))
-    write_cold(study, 0, 0.0)
-    write_run(run_of(study, "none", 0), RUNS["none", 0], before_s=4.0)
-    counted = {"questioning/explored_turns": [16.0, 32.0, 48.0]}
-    for cell, metrics in (("N", GUIDED | counted), ("A", GUIDED)):
-        write_run(run_of(study, cell, 0), RUNS["N", 0], before_s=4.0, metrics=metrics)
-    assert script(study.out) == 0
-    said = between_markers(tmp_path / "RESULTS.md")
-    assert "| 36 | 0.60 |" in said and "| 60 | 1.00 |" in said
-    assert "Explorations of a run: `A` 1,200 (at" in " ".join(said.split())
 
 
 def test_the_page_gets_a_short_table_and_a_picture(

@@ -186,7 +186,7 @@ class StatusReport:
     def counters(self, now: float) -> dict[str, float]:
         """The metrics that go to the learner with every reply to DONE.
 
-        `ledger/*`: trajectories, where the name does not say tokens.
+        `ledger/*`: trajectories, where the name does not say tokens or turns.
         """
         replay, ledger = self.state.replay, self.state.ledger
         kind = replay.numbers.kind
@@ -202,6 +202,8 @@ class StatusReport:
         counters["actors/alive"] = float(self.activity.alive(now, self.lease_s))
         received = ledger.received.get(kind, Amount())
         counters["ledger/received"] = float(received.trajectories)
+        turns = (count for kind, count in ledger.turns.items() if kind != "eval")
+        counters["ledger/received_turns"] = float(sum(turns))
         for fate in CLOSED:
             counters[f"ledger/{fate}"] = float(ledger.total(kind, fate).trajectories)
         for fate in REFUSED:

@@ -589,6 +589,21 @@ def test_counters_name_the_buffer_and_the_ledger(world):
     assert counters["actors/alive"] == 1.0
 
 
+def test_turns_of_all_episodes_but_those_of_evaluations_are_counted(world):
+    """Each has one turn here; those that never train count too."""
+    learn(world, 0, episodes=2)
+    tickets = world.lease(credit=2)
+    assert {ticket.kind for ticket in tickets} == {"eval", "rollout"}
+    for ticket in tickets:
+        world.finish([ticket], weights=weights(1))
+    evicted = list(world.replay.by_state["ready"])
+    world.store.evict(evicted, "age")
+    counters, turns = learn(world, 1).counters, world.store.state.ledger.turns
+    assert turns["eval"] > 0 and evicted
+    assert counters["ledger/received_turns"] == turns["rollout"] == counters["ledger/received"]
+    assert counters["ledger/received"] > counters["ledger/trained"]
+
+
 def test_a_ready_group_that_becomes_stale_has_its_task_queued_again(tmp_path):
     world = World(tmp_path, config(max_staleness=1, groups_per_step=1, sampler="prioritized"))
     world.resume()

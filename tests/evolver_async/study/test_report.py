@@ -14,7 +14,7 @@ from evolver_async.study import directory, plots, report
 from evolver_async.study.curves import StudyCurve, by_lag, height, mean_curve, reached
 from evolver_async.study.definition import Definition, Threshold
 from evolver_async.study.directory import Study, difference_of, existing, record_failure, state_of
-from evolver_async.study.results import progress_of, results_of
+from evolver_async.study.results import RECEIVED_TURNS, results_of, rows_of
 from evolver_async.study.statistics import Interval, Reach
 from evolver_async.study.summary import cells_summary, shown_reach, text
 
@@ -62,24 +62,16 @@ def test_every_run_is_a_row_of_the_cells(study: Study) -> None:
     assert found["4", "1"]["steps_to_threshold"] == "", "not reached"
 
 
-def test_turns_of_explorations_are_environment_steps(tmp_path: Path) -> None:
-    study = made_study(tmp_path / "study", LAGS)
-    run = run_of(study, "weight_lag-0", 0)
-    write_run(run, [0.2, 0.5], metrics={"questioning/explored_turns": [5.0, 9.0]})
-    (one, *_) = results_of(study)
-    played = EPISODES * TURNS
-    assert [point.env_steps for point in one.points] == [played + 5, 2 * played + 9]
-
-
-def test_stages_of_one_kind_of_ticket_share_their_environment_steps() -> None:
-    """The ledger counts by ticket: world_model and reflect have branches, dpo and rl rollouts."""
-    received = [("world_model", 8), ("reflect", 16), ("dpo", 8), ("rl", 24), ("sft", 4)]
-    rows = [
-        {"step": step, "time_s": 1.0, "stage_kind": kind, "ledger/received": count}
-        | {"train/turns_mean": 1.0}
-        for step, (kind, count) in enumerate(received, start=1)
-    ]
-    assert [point.env_steps for point in progress_of(rows).values()] == [8, 16, 24, 40, 44]
+def test_turns_that_a_run_has_not_recorded_are_not_0(study: Study) -> None:
+    rows = rows_of(run_of(study, "weight_lag-0", 1).directory)
+    lines = ({name: row[name] for name in row if name != RECEIVED_TURNS} for row in rows)
+    path = run_of(study, "weight_lag-0", 1).directory / "metrics.jsonl"
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    first, second = cells_summary(study, results_of(study))
+    assert mean_curve(first, "env_steps") is None
+    assert mean_curve(second, "env_steps") is not None
+    assert mean_curve(first, "step") is not None
+    assert "| `weight_lag-0` | 3 ± 0 | not recorded | 6 ± 0 |" in text(study, results_of(study))
 
 
 def test_the_summary_says_of_how_many_tasks_a_success_is(study: Study) -> None:
