@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from evolver_async.metrics.activity import LEARNER
 from evolver_async.report.chosen_curves import (
     DATA,
     LEARNING,
@@ -19,10 +20,8 @@ from evolver_async.report.tables import Table, fates_table
 from evolver_async.results.run import RunResults
 from evolver_async.results.trajectories import RecordedTrajectory
 from evolver_async.watch import cells
+from evolver_async.watch.throughput import TimeBudget
 
-INSIDE_TRAIN = (  # parts of time/train_s
-    *("anchor", "reference", "value", "forward", "backward", "distill", "optimizer"),
-)
 BUCKETS = ("0", "1", "2", "3-4", "5-8", "9+")  # of lag_<bucket>/*
 SAMPLED = 20_000  # trajectories in a histogram
 
@@ -194,24 +193,29 @@ def _data(board: CurveBoard, trajectories: Sequence[RecordedTrajectory]) -> Page
 
 
 def _time(board: CurveBoard) -> PageSection:
-    """Return the time budget: seconds of each step by activity, and the shares of their sums."""
+    """Return the learner's seconds of each step by activity, and both sides' shares of their time.
+
+    The shares are those that `train` prints at its end.
+    """
     section = PageSection("Time")
-    found = {
-        name.removeprefix("time/").removesuffix("_s"): np.nan_to_num(column)
-        for name, column in board.steps.columns("time/").items()
-    }
-    if not found:
-        section.sentences.append("Not recorded in this run: time/*.")
+    seconds = "throughput/learner/seconds"
+    if seconds not in board.steps:
+        section.sentences.append(f"Not recorded in this run: {seconds}.")
         return section
-    train = found.pop("train", np.zeros(len(board.steps)))
-    inside = [found[name] for name in INSIDE_TRAIN if name in found]
-    found["other training"] = np.maximum(train - sum(inside), 0.0)
+    whole = np.nan_to_num(board.steps[seconds])
+    found = {
+        name: whole * np.nan_to_num(board.steps[f"throughput/learner/{name}"])
+        for name in LEARNER
+        if f"throughput/learner/{name}" in board.steps
+    }
     parts = dict(sorted(found.items(), key=lambda part: -part[1].sum()))
     parts = {name: values for name, values in parts.items() if values.sum() > 0}
     section.figures.append(board.stacked("Seconds per step by activity", parts))
-    whole = sum(float(values.sum()) for values in parts.values()) or 1.0
-    shares = {name: 100 * float(values.sum()) / whole for name, values in parts.items()}
-    section.figures.append(bars.amounts("Share of the learner's time", "percent", shares))
+    budget = TimeBudget.of(board.all_steps)
+    for whose, shares in (("learner's", budget.learner), ("actors'", budget.actor)):
+        percent = {name: 100 * share for name, share in shares.items() if share}
+        if percent:
+            section.figures.append(bars.amounts(f"Share of the {whose} time", "percent", percent))
     return section
 
 
