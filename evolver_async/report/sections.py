@@ -23,7 +23,6 @@ from evolver_async.watch import cells
 from evolver_async.watch.throughput import TimeBudget
 
 BUCKETS = ("0", "1", "2", "3-4", "5-8", "9+")  # of lag_<bucket>/*
-SAMPLED = 20_000  # trajectories in a histogram
 
 
 @dataclass
@@ -43,7 +42,7 @@ def sections(run: RunResults, trajectories: Sequence[RecordedTrajectory]) -> lis
         _curves(board, "Learning", LEARNING),
         *_eval_sets(board),
         *_mechanisms(board),
-        _off_policy(board, trajectories),
+        _off_policy(board, [] if run.missing else trajectories),
         _data(board, trajectories),
         _time(board),
         _curves(board, "Publishing and throughput", PUBLISHING),
@@ -121,6 +120,7 @@ def _mechanisms(board: CurveBoard) -> list[PageSection]:
 
 
 def _off_policy(board: CurveBoard, trajectories: Sequence[RecordedTrajectory]) -> PageSection:
+    """Return the staleness of the trained data. `trajectories`: all of the run, else none."""
     section = _curves(board, "Staleness and off-policyness", OFFPOLICY)
     lags = Counter(
         use.lag
@@ -180,7 +180,7 @@ def _data(board: CurveBoard, trajectories: Sequence[RecordedTrajectory]) -> Page
                 float(getattr(one, name))
                 for one in trajectories
                 if one.fate == fate and one.kind == "rollout"
-            ][-SAMPLED:]
+            ]
             for fate in ("trained", "evicted")
         }
         if all(samples.values()):
