@@ -27,6 +27,7 @@ from evolver_async.config import Config, ConfigError
 from evolver_async.config.sections.channel import host_and_port
 from evolver_async.launch.run_directory import address_of
 from evolver_async.launch.scaling import waited
+from evolver_async.metrics.lineages import RowKey, key_of
 from evolver_async.metrics.tail import Tail
 from evolver_async.process.addresses import keys_of
 from evolver_async.process.http_address import naming
@@ -69,6 +70,7 @@ class RunMetrics:
         self.tail = Tail(run_dir / "metrics.jsonl")
         self.newest: dict[str, Any] = {}
         self.evaluated: dict[str, Any] = {}
+        self.evaluation = RowKey(0, 0, "eval")  # the key of `evaluated`
 
     def describe(self) -> Iterator[GaugeMetricFamily]:
         """Yield nothing: the names depend on the run."""
@@ -77,17 +79,22 @@ class RunMetrics:
     def collect(self) -> Iterator[GaugeMetricFamily]:
         """Yield the families of one scrape, each once."""
         seen: set[str] = set()
+        self._read()
         for family in self._families():
             if family.name not in seen:
                 seen.add(family.name)
                 yield family
 
-    def _families(self) -> Iterator[GaugeMetricFamily]:
+    def _read(self) -> None:
+        """Keep the newest of the rows that were written since the last scrape."""
         for row in self.tail.rows():
-            if "stage_kind" in row:
-                self.newest = row
-            elif "eval/episodes" in row:
-                self.evaluated = row
+            match key_of(row):
+                case RowKey(kind="take"):
+                    self.newest = row
+                case RowKey(kind="eval") as new if new >= self.evaluation:  # earlier ones end later
+                    self.evaluation, self.evaluated = new, row
+
+    def _families(self) -> Iterator[GaugeMetricFamily]:
         evaluated = {name: one for name, one in self.evaluated.items() if name.startswith("eval/")}
         for name, value in (evaluated | self.newest).items():
             if isinstance(value, int | float) and math.isfinite(value):

@@ -56,7 +56,7 @@ class Ending:
 class RunProgress:
     """Progress of a run, from its metrics: the newest step, its last and its best evaluation.
 
-    `last`: row of that evaluation, None before the first.
+    `last`: row of the evaluation with the largest step, None before the first.
     """
 
     step: int
@@ -134,7 +134,8 @@ def summary(run_dir: Path, ending: Ending) -> list[str]:
 
 def progress_of(rows: list[dict[str, Any]]) -> RunProgress:
     """Return the progress of a run by the rows of its newest lineage."""
-    evaluated = [row for row in rows if row.get("eval/success") is not None]
+    found = (row for row in rows if row.get("eval/success") is not None)
+    evaluated = sorted(found, key=lambda row: row["step"])  # an earlier one can end later
     values = [(row["eval/success"], row["step"]) for row in evaluated]
     best, best_step = max(values, default=(None, None))
     return RunProgress(

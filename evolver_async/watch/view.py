@@ -51,7 +51,7 @@ class View:
         self.setups = setups or [throughput.Setup()]
         self.recent: deque[dict[str, Any]] = deque(maxlen=RECENT)
         self.row: dict[str, Any] = {}
-        self.evaluations: list[tuple[RowKey, dict[str, Any]]] = []  # none superseded
+        self.evaluations: list[tuple[RowKey, dict[str, Any]]] = []  # by step, none superseded
         self.eval_sets: dict[str, tuple[RowKey, str]] = {}  # newest of each, none superseded
         self.stalled = ""  # the longest stall
         self.waiting: list[str] = []
@@ -70,8 +70,11 @@ class View:
         sets = self.eval_sets.items()
         self.eval_sets = {name: one for name, one in sets if not supersedes(new, one[0])}
         if "eval/success" in row:
-            self.eval_sets |= {name: (new, value) for name, value in eval_sets_of(row)}
+            for name, value in eval_sets_of(row):
+                if name not in self.eval_sets or new.step >= self.eval_sets[name][0].step:
+                    self.eval_sets[name] = new, value
             self.evaluations.append((new, row))
+            self.evaluations.sort(key=lambda one: one[0].step)  # an earlier one can end later
             return (
                 f"step {row['step']}  eval success {number(row['eval/success'])}"
                 f" over {played(row)}{self._exact_values(row)}"

@@ -109,6 +109,17 @@ def test_the_newest_row_and_the_buffers_status_are_served(
     assert "evolver_offpolicy_ess" not in found, "it is not finite"
 
 
+def test_an_evaluation_that_ends_late_is_not_the_newest(tmp_path: Path, config: Config) -> None:
+    late = ROWS[2] | {"step": 6, "eval/success": 0.25}
+    resumed = ROWS[2] | {"step": 5, "lineage": 2, "eval/success": 0.5}
+    path = tmp_path / "metrics.jsonl"
+    with prometheus.served(tmp_path, config):
+        for row, newest in ((ROWS[2], 0.75), (late, 0.75), (resumed, 0.5)):
+            with open(path, "a") as file:
+                file.write(f"{json.dumps(row)}\n")
+            assert scraped(config.metrics.prometheus)["evolver_eval_success"] == newest
+
+
 def test_a_run_without_rows_and_without_an_answer_is_down(tmp_path: Path, config: Config) -> None:
     with prometheus.served(tmp_path, config):
         assert scraped(config.metrics.prometheus) == {"evolver_up": 0}

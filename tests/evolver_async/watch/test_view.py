@@ -198,6 +198,22 @@ def test_a_resumed_run_shows_the_newest_lineage_alone(
     assert "step 15  eval success 1 over 256" in out and "step 20" not in out
 
 
+def test_an_evaluation_that_ends_late_is_not_the_newest() -> None:
+    """Evaluations overlap, and a slow episode of an earlier one can be the last to come."""
+
+    def evaluation(step: int, success: float) -> dict[str, object]:
+        sets = {"eval/swapped/avg@1": success, "eval/swapped/distinct": 1.0}
+        return {"lineage": 1, "step": step, "eval/success": success, **PLAYED, **sets}
+
+    view, late = View("run", 20), [evaluation(20, 1.0), evaluation(10, 0.0)]
+    for one in [row(20, 5.0), *late]:
+        view.feed(one)
+    assert "▁█ 1.000 (9 distinct)" in text_of(view)
+    assert "eval swapped  avg@1 1 (1 distinct)" in text_of(view)
+    progress = runs.progress_of(late)
+    assert progress.last == late[0] and (progress.best, progress.best_step) == (1.0, 20)
+
+
 def test_further_sets_of_evaluations_are_shown_beside_the_deciding_one() -> None:
     view = View("run", 20)
     evaluated = {
