@@ -14,6 +14,7 @@ import asyncio
 import logging
 import math
 import re
+import threading
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -71,6 +72,7 @@ class RunMetrics:
         self.newest: dict[str, Any] = {}
         self.evaluated: dict[str, Any] = {}
         self.evaluation = RowKey(0, 0, "eval")  # the key of `evaluated`
+        self.reading = threading.Lock()  # several servers can scrape at a time
 
     def describe(self) -> Iterator[GaugeMetricFamily]:
         """Yield nothing: the names depend on the run."""
@@ -79,7 +81,8 @@ class RunMetrics:
     def collect(self) -> Iterator[GaugeMetricFamily]:
         """Yield the families of one scrape, each once."""
         seen: set[str] = set()
-        self._read()
+        with self.reading:
+            self._read()
         for family in self._families():
             if family.name not in seen:
                 seen.add(family.name)

@@ -2,6 +2,7 @@
 
 import json
 import socket
+import threading
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -118,6 +119,25 @@ def test_an_evaluation_that_ends_late_is_not_the_newest(tmp_path: Path, config: 
             with open(path, "a") as file:
                 file.write(f"{json.dumps(row)}\n")
             assert scraped(config.metrics.prometheus)["evolver_eval_success"] == newest
+
+
+def test_scrapes_at_the_same_time_read_each_row_once(tmp_path: Path, config: Config) -> None:
+    """As those of two servers for one run, of which each gives an alarm if the other is down."""
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(f"{json.dumps(ROWS[0] | {'step': one})}\n" for one in range(30_000)))
+    collector = prometheus.RunMetrics(tmp_path, config)
+    together = threading.Barrier(4)
+
+    def scrape() -> None:
+        together.wait()
+        list(collector.collect())
+
+    scrapes = [threading.Thread(target=scrape) for _ in range(4)]
+    for one in scrapes:
+        one.start()
+    for one in scrapes:
+        one.join()
+    assert collector.tail.offset == path.stat().st_size
 
 
 def test_a_run_without_rows_and_without_an_answer_is_down(tmp_path: Path, config: Config) -> None:
