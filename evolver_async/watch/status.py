@@ -1,10 +1,14 @@
-"""The buffer's STATUS: the request for it, and its parts as text for people."""
+"""The buffer's STATUS: the request for it, and its parts as text for people.
+
+Names and activities are those that processes gave themselves, so every text passes `plain`.
+"""
 
 import os
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+from evolver_async.buffer.monitor.failures import plain
 from evolver_async.protocol.failures import FailureTotal
 from evolver_async.protocol.messages import StatusRequest
 from evolver_async.transport.dealer import DealerClient
@@ -25,14 +29,15 @@ def failures_of(status: dict[str, Any]) -> list[FailureTotal]:
 def longest_stall(status: dict[str, Any]) -> str:
     """Describe the longest stall of a STATUS; "" if there is none."""
     for stall in status["stalled"][:1]:
-        return f"{stall['who']} has made no progress for {stall['for_s']:.0f} s: {stall['what']}"
+        text = f"{stall['who']} has made no progress for {stall['for_s']:.0f} s: {stall['what']}"
+        return plain(text)
     return ""
 
 
 def waits_of(status: dict[str, Any]) -> list[str]:
     """Describe the processes of a STATUS that wait, and the reasons."""
     return [
-        f"{name} waits {wait['for_s']:.0f} s: {wait['reason']}"
+        plain(f"{name} waits {wait['for_s']:.0f} s: {wait['reason']}")
         for name, waits in status["waiting"].items()
         for wait in waits.values()
     ]
@@ -64,7 +69,7 @@ def status_lines(status: dict[str, Any]) -> list[str]:
         lines.append(f"journal: {journal['problem']}")
     if status["stalled"]:
         lines.append(longest_stall(status))
-    return lines
+    return [plain(line) for line in lines]
 
 
 def _trajectories(amounts: dict[str, Any]) -> int:

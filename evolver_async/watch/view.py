@@ -147,29 +147,25 @@ class View:
         grid = Table.grid(padding=(0, 2))
         grid.add_column(style="dim")
         grid.add_column()
-        for name, value in self.cells() or [("waiting", "for the first step")]:
-            grid.add_row(name, value)
+        rows: list[tuple[str, str | Text]] = [*self.cells()] or [("waiting", "for the first step")]
         if self.evals:
             spark = "".join(BARS[round(v * (len(BARS) - 1))] for v in self.evals[-SPARKS:])
             _, newest = self.evaluations[-1]
             distinct = number(newest.get("eval/distinct"))
             text = f"{spark} {self.evals[-1]:.3f} ({distinct} distinct){self._exact_values(newest)}"
-            grid.add_row("eval success", text)
-        for name, (_, value) in self.eval_sets.items():
-            grid.add_row(f"eval {name}", value)
-        for name, text in self.time_cells():
-            grid.add_row(name, text)
-        if self.url:
-            grid.add_row("W&B", self.url)
-        if self.stalled:
-            grid.add_row("stalled", self.stalled)
+            rows.append(("eval success", text))
+        rows += [(f"eval {name}", value) for name, (_, value) in self.eval_sets.items()]
+        rows += self.time_cells()
+        rows += [("W&B", self.url)] if self.url else []
+        rows += [("stalled", self.stalled)] if self.stalled else []
         for name, at in self.alarms.items():
-            grid.add_row("alarm", Text(f"{name} fires since step {at.step}", "yellow"))
+            rows.append(("alarm", Text(f"{name} fires since step {at.step}", "yellow")))
         for failure in self.failures[:SHOWN]:
-            grid.add_row("failures", Text(str(failure), "red"))
-        for text in self.waiting[:SHOWN]:
-            grid.add_row("", text)
-        return Panel(grid, title=self.name, border_style="cyan", expand=False)
+            rows.append(("failures", Text(str(failure), "red")))
+        rows += [("", text) for text in self.waiting[:SHOWN]]
+        for name, text in rows:  # a text of its own, as brackets in a string would be markup
+            grid.add_row(Text(name), text if isinstance(text, Text) else Text(text))
+        return Panel(grid, title=Text(self.name), border_style="cyan", expand=False)
 
     def cells(self) -> list[tuple[str, str]]:
         """Format the newest step as names and texts, without the values that the row lacks."""

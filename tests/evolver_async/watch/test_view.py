@@ -5,7 +5,9 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from rich.text import Text
 
+from evolver_async.buffer.monitor.failures import plain
 from evolver_async.config import Config, StageConfig
 from evolver_async.launch.run_directory import record_origin
 from evolver_async.metrics.tail import Tail
@@ -159,6 +161,22 @@ def test_the_panel_shows_steps_evaluations_and_who_waits() -> None:
     assert "2 (longest 42 s)" in text_of(view) and "actor-1 has made no progress" in text_of(view)
     view.feed(row(12, 7.0) | dict.fromkeys(counters, 0.0))
     assert "stalled" not in text_of(view) and "actor-1" not in text_of(view)
+
+
+@pytest.mark.parametrize("name", ["actor[/b]", "[red]actor", "\x1b[2Jactor", "actor\n2: fine"])
+def test_names_that_processes_give_themselves_are_text_alone(name: str) -> None:
+    """A name in brackets is no markup, which ended the display, and none commands the terminal."""
+    view = View("run", 20)
+    view.feed(row(10, 5.0))
+    status = {
+        "stalled": [{"who": name, "what": f"waits for {name}", "for_s": 41.0}],
+        "waiting": {name: {"lease": {"reason": f"no {name}", "for_s": 7.2}}},
+    }
+    view.feed_status(status)
+    shown, text = plain(name), text_of(view)
+    assert f"{shown} has made no progress for 41 s: waits for {shown}" in text
+    assert f"{shown} waits 7 s: no {shown}" in text and "\x1b" not in text
+    assert View(name, 0).panel().title == Text(name)
 
 
 def test_the_panel_divides_the_time_of_the_newest_steps() -> None:
