@@ -72,11 +72,10 @@ def _facts(run: RunResults) -> list[tuple[str, str]]:
     end, config = run.end, run.config
     state = end.state + (f" ({end.reason})" if end.reason else "")
     when = time.strftime("%Y-%m-%d %H:%M", time.localtime(end.time))
-    last = run.rows[-1]
     facts = [
         ("state", f"{state}, {when}"),
         ("steps", f"{max(int(row['step']) for row in run.rows)}"),
-        ("seconds", f"{last.get('time_s') or 0:.0f}"),
+        ("seconds", f"{max((row.get('time_s') or 0 for row in run.steps), default=0):.0f}"),
         ("stages", ", ".join(stage.kind for stage in config.stages)),
         *_stage_facts(config),
         ("lineages", f"{len({row['lineage'] for row in run.all_rows})}"),

@@ -129,6 +129,17 @@ def test_the_head_tells_the_algorithms_and_environments_of_stages_that_differ(
         assert facts.replace(" ", "") in text
 
 
+def test_the_head_tells_the_seconds_of_training(run: MadeRun, tmp_path: Path) -> None:
+    """A late evaluation has the time of its result, and a row of failures has none."""
+    run.step("left", "right")
+    evaluation = {"eval/success": 0.5, "eval/episodes": 8.0, "eval/distinct": 8.0}
+    for late in ({"time_s": 99.0, **evaluation}, {"failures/agent": 1.0}):
+        run.log(**late)
+        write.write(load_run(run.run_dir), tmp_path / "page.html")
+        assert "seconds1stages" in Reading(tmp_path / "page.html").text
+    run.close()
+
+
 def test_ratios_and_advantages_are_those_of_the_samples(run: MadeRun, tmp_path: Path) -> None:
     groups = run.step("left")
     run.close()
