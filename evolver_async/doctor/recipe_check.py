@@ -166,7 +166,8 @@ def _free_space(config: Config, machine: Machine, shape: Shape) -> Iterator[Requ
         )
     whole = shape.parameters * (MASTER_BYTES - 4)  # no gradients
     trained = 0 if config.policy.lora.rank else whole
-    need = (config.checkpoint.keep + 1) * trained + config.buffer.segment_bytes
+    kept = config.checkpoint.keep + config.checkpoint.keep_best
+    need = (kept + 1) * trained + config.buffer.segment_bytes  # one is being written
     free = disk.facts.get("free_bytes", 0)
     yield Requirement(
         "run.dir",

@@ -91,6 +91,13 @@ LACKS = [
 ]
 
 
+@pytest.mark.parametrize(("best", "lacking"), [(0, []), (1, ["run.dir"])])
+def test_the_best_checkpoints_need_disk_beside_the_newest(best: int, lacking: list[str]) -> None:
+    """Of 78 GiB each: two are kept and one is being written."""
+    disk = ProbeResult(True, "", {"free_bytes": 300 * GIB})
+    assert wrong(node(checkpoint__keep_best=best), machine(*EIGHT, disk=disk)) == lacking
+
+
 @pytest.mark.parametrize(("config", "found", "expected"), LACKS)
 def test_the_key_that_lacks_something_is_named(config, found, expected):
     assert list(dict.fromkeys(wrong(config, found))) == expected
