@@ -27,6 +27,7 @@ MEASURES = {
     "length_mean": "length",
 }
 SUMMED = ("trajectories", "tokens")
+OF_TRAJECTORIES = ("reward_mean", "length_mean")  # means over them, the others over tokens
 NARROW = ("tokens", "reward_mean", "length_mean")  # left out below 100 cells
 CURVES = (
     CurveChoice("staleness, mean", "staleness/mean", within=(0.0, 1.0)),
@@ -84,11 +85,12 @@ def _cell(steps: MetricTable, bucket: str, name: str) -> str:
 
 
 def measure(steps: MetricTable, bucket: str, name: str) -> float | None:
-    """Return the sum of a count, or the token-weighted mean; None if no step has a value."""
-    column, tokens = f"lag_{bucket}/{name}", f"lag_{bucket}/tokens"
-    if column not in steps or tokens not in steps:
+    """Return the sum of a count, or the mean over what it is of; None if no step has a value."""
+    of = "trajectories" if name in OF_TRAJECTORIES else "tokens"
+    column, weight = f"lag_{bucket}/{name}", f"lag_{bucket}/{of}"
+    if column not in steps or weight not in steps:
         return None
-    values_N, weights_N = steps[column], steps[tokens]
+    values_N, weights_N = steps[column], steps[weight]
     both_N = np.isfinite(values_N) & np.isfinite(weights_N)
     if name in SUMMED:
         return float(values_N[both_N].sum())
