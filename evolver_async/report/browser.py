@@ -20,7 +20,8 @@ from evolver_async.results.run import RunResults
 from evolver_async.results.trajectories import RecordedTrajectory, TrajectoryGone
 from evolver_async.schema import Role
 
-PART = 200  # trajectories, at least, unless it is the last one
+PART = 200  # trajectories of a part, which also ends after
+PART_BYTES = 2_000_000  # of the journal: a browser unpacks a part for one trajectory
 DIGITS = 4  # of rewards, ratios and advantages
 CODED = ("kind", "env", "task", "version", "fate")  # columns of text, as places in a table
 
@@ -105,7 +106,7 @@ def batches(groups: Iterable[list[RecordedTrajectory]]) -> Iterator[list[Recorde
     part: list[RecordedTrajectory] = []
     for group in groups:
         part += group
-        if len(part) >= PART:
+        if len(part) >= PART or sum(one.size for one in part) >= PART_BYTES:
             yield part
             part = []
     if part:

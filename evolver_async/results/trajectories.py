@@ -67,6 +67,11 @@ class RecordedTrajectory:
         return self.task.env
 
     @property
+    def size(self) -> int:
+        """Bytes in the journal, 0 if the episode was only counted."""
+        return self._place[2]
+
+    @property
     def training(self) -> Training | None:
         """The newest training use that was not abandoned, None without one."""
         uses = [use for use in self.trainings if use.fate == "trained" and not use.abandoned]
@@ -90,7 +95,7 @@ class RecordedTrajectory:
         found = self._reader.trajectory(self._place) if self.kept else None
         if found is not None:
             return found
-        if not self._place[2]:
+        if not self.size:
             raise TrajectoryGone(f"trajectory {self.id}: {self.kind} episodes are only counted")
         raise TrajectoryGone(
             f"trajectory {self.id}: its journal segment was removed;"

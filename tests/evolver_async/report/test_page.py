@@ -221,6 +221,18 @@ def test_too_many_trajectories_become_a_folder(
     assert sorted(set(groups)) == [0, 2, 4], "whole groups, spread over the run"
 
 
+def test_a_page_of_long_trajectories_is_no_larger_than_one_of_many(run: MadeRun) -> None:
+    """Its parts end before 200 trajectories, so that a limit is passed by little."""
+    for _ in range(3):
+        run.step(*["left " * 5000] * 4)
+    run.close()
+    results = load_run(run.run_dir)
+    whole, limited = browser.pages(results), browser.pages(results, limit_bytes=1)
+    assert whole.count == whole.total == 12 and len(whole.parts) > 1
+    sizes = [one.size for one in results.trajectories]
+    assert limited.count < 12 and sum(sizes[: limited.count - 2]) < browser.PART_BYTES
+
+
 @pytest.mark.parametrize("foreign", ["index.html", "trajectories/mine.npy", "notes.txt"])
 def test_a_folder_of_other_files_is_left_as_it_is(
     run: MadeRun, tmp_path: Path, capsys: pytest.CaptureFixture[str], foreign: str
