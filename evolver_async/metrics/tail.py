@@ -22,14 +22,17 @@ class Tail:
     lines: int = 0
     unreadable: int = 0
 
-    def rows(self) -> list[dict[str, Any]]:
+    def rows(self, most_bytes: int = -1) -> list[dict[str, Any]]:
         """Return the complete rows that were written since the last call; warn of unreadable
-        ones."""
+        ones.
+
+        `most_bytes`: read no more at a time; rows must be shorter. -1: read everything.
+        """
         if not self.path.exists():
             return []
         with open(self.path, "rb") as file:
             file.seek(self.offset)
-            content = file.read()
+            content = file.read(most_bytes)
         complete = content[: content.rfind(b"\n") + 1]
         found = [row_of(line) for line in complete.split(b"\n")[:-1]]
         if missing := [number for number, row in enumerate(found, self.lines + 1) if row is None]:

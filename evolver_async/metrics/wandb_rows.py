@@ -20,6 +20,7 @@ COLUMNS = (
 LABELS = {1: "GOOD", -1: "BAD", 0: ""}
 CELL_CHARS = 4000  # of a text in the table
 TURNS = 500  # of one step in the table
+PIECE_BYTES = 1 << 20  # of gauges that are read at a time
 
 
 class StepExtras:
@@ -49,10 +50,17 @@ class StepExtras:
         rows = [row for sample in Tail(path).rows() for row in _turns(key.step, sample)]
         return rows[:TURNS]
 
-    def gauges(self, last: bool) -> list[dict[str, float]]:
-        """Return the new rows of gauges; `last`: also the one that is not complete yet."""
-        rows = self._gauges.take_in(self._system.rows())
-        return rows + self._gauges.rest() if last else rows
+    def gauges(self, last: bool) -> Iterator[dict[str, float]]:
+        """Yield the new rows of gauges; `last`: also the one that is not complete yet.
+
+        An upload begins with those of the whole run, so that they are read piece by piece.
+        """
+        before = -1
+        while self._system.offset > before:
+            before = self._system.offset
+            yield from self._gauges.take_in(self._system.rows(PIECE_BYTES))
+        if last:
+            yield from self._gauges.rest()
 
 
 def _turns(step: int, sample: dict[str, Any]) -> Iterator[list[Any]]:

@@ -1,6 +1,7 @@
 """A torn line costs no other line, and no row is written behind one as if it were whole."""
 
 import json
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -58,6 +59,22 @@ def test_a_row_is_a_line_of_its_own_also_behind_a_torn_one(tmp_path: Path) -> No
     append_row(path, {"number": 3})
     append_row(path, {"number": 4})
     assert [row["number"] for row in Tail(path).rows()] == [1, 3, 4]
+
+
+def test_an_upload_does_not_hold_the_gauges_of_a_long_run(tmp_path: Path) -> None:
+    gauge = {"process": "actor-0", "host": "h", **dict.fromkeys(gauges.NAMES, 0.5)}
+    times = [gauges.PERIOD_S * number for number in range(40_000)]
+    lines = "".join(f"{json.dumps({'time': time, **gauge})}\n" for time in times)
+    (tmp_path / gauges.SYSTEM).write_text(f'{lines}{{"time": ')
+    extras = StepExtras(tmp_path)
+    tracemalloc.start()
+    try:
+        clocks = [row["clock_s"] for row in extras.gauges(last=True)]
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert clocks == times
+    assert peak < 2 * len(lines), "read as a whole they take eight times their size"
 
 
 def test_a_full_disk_costs_alerts_and_gauges_and_no_process(
