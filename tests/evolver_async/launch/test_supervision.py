@@ -193,7 +193,7 @@ def test_a_stall_is_logged_once_a_minute_and_once_when_it_ends(
         world.finish(tickets)
         keep_up(world, 2, "learner")
     ends = [record.message for record in caplog.records if "goes on after" in record.message]
-    assert [end.split(":")[0] for end in ends] == ["actor-0 goes on after 131 s"]
+    assert [end.split(":")[0] for end in ends] == ["actor-0 goes on after 130 s"]
 
 
 def test_stalls_reach_the_metrics_of_the_step_in_which_they_were(world: World) -> None:
