@@ -19,6 +19,7 @@ import numpy as np
 from evolver_async.config import Config
 from evolver_async.errors import TrainingError
 from evolver_async.lineages import Fork
+from evolver_async.metrics.alerts import alert
 from evolver_async.metrics.histograms import Histogram
 from evolver_async.metrics.writer import Timers
 from evolver_async.model import policy
@@ -228,10 +229,12 @@ class Updater(Models):
             return
         state.bad_steps += 1
         path = self.run_dir / "bad" / f"take_{state.take:06d}.npz"
+        loss, norm = applied.failure.loss, applied.failure.grad_norm
+        text = f"take {state.take}: loss {loss}, gradient norm {norm}, batch in {path}"
+        log.error("step skipped: %s", text)
         if self.ranks.rank == 0:
             write_bad_step(path, values, keep=self.config.learner.max_bad_steps)
-        loss, norm = applied.failure.loss, applied.failure.grad_norm
-        log.error("loss %s, gradient norm %s: step skipped, batch in %s", loss, norm, path)
+            alert(self.run_dir, "step skipped", text, "ERROR")
         if state.bad_steps >= self.config.learner.max_bad_steps:
             raise TrainingError(
                 f"{state.bad_steps} non-finite steps in a row; batches in {path.parent}"
@@ -290,6 +293,6 @@ def _result(
         filtered=filtered | lost,
         updates=len(applied.minibatches),
         tokens=sum(minibatch.tokens for minibatch in applied.minibatches),
-        metrics=metrics,
+        metrics=metrics if applied.failure is None else metrics | {"alarm/non_finite": 1.0},
         data=data,
     )

@@ -17,6 +17,8 @@ from updates import config as settings_of
 from evolver_async.config import SelectionConfig, StageConfig
 from evolver_async.config.load import stage_config
 from evolver_async.errors import TrainingError
+from evolver_async.metrics import alerts
+from evolver_async.metrics.alarms import firing
 from evolver_async.model import policy
 from evolver_async.protocol import messages
 from evolver_async.protocol.envelope import Envelope, WireError, pack, unpack
@@ -193,6 +195,8 @@ def test_22_nothing_finite_at_all_leaves_the_weights_and_ends_the_run_in_time(
         outcome = step()
         assert (outcome.trained, outcome.filtered) == ([], {"non_finite": [10, 11]})
         assert state.bad_steps == bad and outcome.updates == 0
+        assert firing(outcome.metrics) == ["non_finite"]
+        assert alerts.last_title(tmp_path) == "step skipped"
     with pytest.raises(TrainingError, match="non-finite steps in a row"):
         step()
     assert same(weights_of(made), before) and math.isfinite(state.baseline)
