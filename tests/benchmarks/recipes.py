@@ -104,7 +104,7 @@ MARKS = (
     Mark("deepseekmath_grpo"),
     Mark("dpo"),
     Mark("cliff_walking"),
-    Mark("webshop"),
+    Mark("webshop", 0.7),
 )
 SCARCE = ("early_experience", "imitation", 0.06)  # so much more, on average, with experience
 
