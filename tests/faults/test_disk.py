@@ -356,7 +356,7 @@ def test_messages_are_handled_during_a_sync_and_answered_after_their_own(serving
 
 def test_no_lease_runs_out_while_a_sync_holds_up_every_answer(tmp_path: Path, monkeypatch):
     """A disk that is busy with a checkpoint may take longer than `buffer.lease_s`."""
-    settings = config(max_staleness=1, lease_s=1.5, stall_s=600.0)
+    settings = config(max_staleness=1, lease_s=4.0, stall_s=600.0)
     world = World(tmp_path / "journal", settings, now=time.monotonic())
     world.resume()
     (ticket,) = world.lease()
@@ -374,7 +374,7 @@ def test_no_lease_runs_out_while_a_sync_holds_up_every_answer(tmp_path: Path, mo
             try:
                 pushed = pool.submit(one.push, ticket, 0)
                 assert syncing.wait(60)
-                time.sleep(3.0)
+                time.sleep(5.0)
             finally:
                 gate.set()
             assert isinstance(pushed.result(), messages.Ack)

@@ -31,6 +31,7 @@ from invariants import check_journal
 
 from evolver_async.buffer.log import segment
 from evolver_async.buffer.state.admission import KINDS
+from evolver_async.buffer.state.leases import COUNTED_S
 from evolver_async.config import QuestioningConfig
 from evolver_async.protocol import messages
 from evolver_async.schema import Ticket, Trajectory, WeightId
@@ -333,10 +334,11 @@ class Machine(RuleBasedStateMachine):
 
     @rule(seconds=st.sampled_from((2.0, 3 * LEASE_S)))
     def stand_still(self, seconds: float) -> None:
-        """No lease ends by it, and none lasts longer than from now on."""
+        """All but a second of it does not count, and no lease lasts longer than from now on."""
         self.world.stand_still(seconds)
-        most = self.world.now + LEASE_S
-        self.leases = {p: (peer, min(x + seconds, most)) for p, (peer, x) in self.leases.items()}
+        most, still = self.world.now + LEASE_S, seconds - COUNTED_S
+        leases = {p: (peer, min(x + still, most)) for p, (peer, x) in self.leases.items()}
+        self.leases = {p: x for p, x in leases.items() if x[1] > self.world.now}
 
     @rule(torn=st.integers(0, len(UNFINISHED) - 1))
     def crash(self, torn: int) -> None:

@@ -10,7 +10,8 @@ from collections.abc import Iterator
 
 import msgspec
 
-STANDSTILL_S = 1.0  # between two calls of `expire`, past which the time does not count
+COUNTED_S = 1.0  # the most that counts between two calls of `expire`; the rest is a standstill
+COUNTED_SHARE = 0.2  # of a lease, if that is less
 
 
 class MemberLease(msgspec.Struct):
@@ -49,6 +50,7 @@ class Leases:
         self.stall_s = stall_s
         self.vacant: dict[int, set[int]] = {}
         self.playing = 0
+        self._counted_s = min(COUNTED_S, COUNTED_SHARE * lease_s)
         self._expired_at = math.inf  # the last call of `expire`
         self._by_group: dict[int, list[MemberLease]] = {}
         self._by_peer: dict[str, set[int]] = {}  # groups in which a peer holds a lease
@@ -121,7 +123,7 @@ class Leases:
                 continue
             if count != lease.progress:
                 lease.progress, lease.progress_at = count, now
-            if now - lease.progress_at >= self.stall_s:
+            if now - self._stood_still_s(now) - lease.progress_at >= self.stall_s:
                 self._vacate(lease)
                 lost.append(group_id)
             else:
@@ -154,8 +156,9 @@ class Leases:
         """Vacate the leases that ran out; return a line for the log about each.
 
         No lease runs out by a standstill of this process, or of its disk: nobody was answered then.
+        It ends all the same where one standstill follows the other, as some time always counts.
         """
-        lost = self._extend(now - self._expired_at, now)
+        lost = self._extend(self._stood_still_s(now), now)
         self._expired_at = now
         over = [lease for lease in self if lease.deadline <= now]
         lost += [
@@ -189,14 +192,19 @@ class Leases:
         for leases in self._by_group.values():
             yield from leases
 
+    def _stood_still_s(self, now: float) -> float:
+        """Return the seconds since the last call of `expire` that do not count."""
+        return max(0.0, now - self._expired_at - self._counted_s)
+
     def _extend(self, still_s: float, now: float) -> list[str]:
         """Extend all leases by a standstill; return a line for the log about it."""
-        if still_s <= STANDSTILL_S or not self._by_group:
+        if not still_s or not self._by_group:
             return []
         for lease in self:
             lease.deadline = min(lease.deadline + still_s, now + self.lease_s)
             lease.progress_at = min(lease.progress_at + still_s, now)
-        return [f"the buffer or its disk stood still for {still_s:.1f} s; leases last longer by it"]
+        seconds = still_s + self._counted_s
+        return [f"the buffer or its disk stood still for {seconds:.1f} s; no lease ends by it"]
 
     def _vacate(self, lease: MemberLease) -> None:
         members = set(lease.members)

@@ -388,6 +388,23 @@ def test_a_standstill_of_the_buffer_is_no_stall_of_its_actors(world, caplog):
     assert "actor-0 has made no progress" not in caplog.text
 
 
+def test_a_renewal_that_waited_for_the_buffer_is_read_before_the_standstill_is_counted(world):
+    (ticket,) = world.lease()
+    renewal = messages.Renew(progress={ticket.group_id: 1})
+    assert isinstance(world.one("actor-0", renewal), messages.Ok)
+    world.pass_time(5.0)
+    world.now += 1000.0
+    assert isinstance(world.one("actor-0", renewal), messages.Ok)
+
+
+def test_the_lease_of_a_dead_actor_ends_although_every_sync_takes_long(world):
+    (ticket,) = world.lease()
+    for _ in range(10):
+        assert not world.lease(peer="actor-1", credit=0.5)
+        world.stand_still(3.0)
+    assert world.lease(peer="actor-1")[0].group_id == ticket.group_id
+
+
 def test_a_standstill_gives_no_lease_more_than_its_length(world):
     (ticket,) = world.lease()
     world.stand_still(100.0)
