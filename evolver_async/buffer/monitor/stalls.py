@@ -103,7 +103,7 @@ class Stalls:
         self._begun: list[Stall] = []  # since the last `drain`
         self._longest: dict[tuple[str, str], float] = {}  # since the last `counters`
         self._sought_at, self._any = -math.inf, False  # by the last `find`
-        self._asked_at = math.inf  # the last call of `lines`
+        self._asked_at, self._skipped = math.inf, False  # the last call of `lines`
 
     def find(self, now: float) -> list[Stall]:
         """The stalls of this moment."""
@@ -117,10 +117,12 @@ class Stalls:
     def lines(self, now: float) -> list[str]:
         """Lines for the log: a stall when it is found, then once a minute, and its end.
 
-        None after a standstill of this process: what waits for it has to be read first.
+        None after a standstill of this process: what waits for it has to be read first. Of several
+        in a row, as of a slow disk, every second one is passed over.
         """
         stood_still, self._asked_at = now - self._asked_at > STANDSTILL_S, now
-        if stood_still:
+        self._skipped = stood_still and not self._skipped
+        if self._skipped:
             return []
         found = {(stall.who, stall.about): stall for stall in self.find(now)}
         lines = []

@@ -388,6 +388,13 @@ def test_a_standstill_of_the_buffer_is_no_stall_of_its_actors(world, caplog):
     assert "actor-0 has made no progress" not in caplog.text
 
 
+def test_a_stall_is_told_although_every_sync_takes_long(world, caplog):
+    world.lease()
+    for _ in range(12):
+        world.stand_still(4.0)
+    assert "actor-0 has made no progress" in caplog.text
+
+
 def test_a_renewal_that_waited_for_the_buffer_is_read_before_the_standstill_is_counted(world):
     (ticket,) = world.lease()
     renewal = messages.Renew(progress={ticket.group_id: 1})
