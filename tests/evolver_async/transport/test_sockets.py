@@ -23,6 +23,7 @@ import zmq
 from episodes import episode
 from msgspec import structs
 
+from evolver_async.launch.serial import VirtualLoop
 from evolver_async.protocol.envelope import LIMITS, Envelope, pack, unpack
 from evolver_async.protocol.messages import (
     Ack,
@@ -534,34 +535,42 @@ def test_an_incomplete_stream_is_not_taken_for_a_whole_one(directory: Path) -> N
     assert [group.group_id for group in groups] == [0, 1, 2]
 
 
-def test_groups_that_take_long_to_come_are_asked_for_once(directory: Path) -> None:
-    """A copy would come behind them, and hold up the next take."""
-    router = zmq.Context.instance().socket(zmq.ROUTER)
-    router.bind(f"ipc://{directory}/s")
-    asked = 0
+class SlowLine(Client):
+    """A client whose requests are answered with these messages, one every `apart_s`."""
 
-    def answer_slowly() -> None:
-        nonlocal asked
-        assert router.poll(10_000)
-        identity, *frames = router.recv_multipart()
-        number = unpack(frames).message_id
-        replies = [GroupReply(group=group(trajectory(n))) for n in range(5)]
-        for reply in (*replies, Groups(count=5)):
-            time.sleep(0.1)
-            router.send_multipart([identity, *pack(Envelope("run", "buffer", 0, number, reply))])
-        asked = 1
-        while router.poll(0):
-            router.recv_multipart()
-            asked += 1
+    def __init__(self, apart_s: float, answers: list[list[Reply]]) -> None:
+        super().__init__("line", "run", "a", 0)
+        self.apart_s = apart_s
+        self.answers = answers  # to the request and to its copies, in this order
+        self.asked = 0
 
-    thread = threading.Thread(target=answer_slowly)
-    thread.start()
-    with client(f"ipc://{directory}/s", park_s=0, resend_s=0.2) as dealer:
-        groups = asyncio.run(dealer.request(Sample(lineage=1, take=0, stage=0), 10))
-    thread.join(10)
-    router.close(linger=0)
-    assert [group.group_id for group in groups] == [0, 1, 2, 3, 4]
-    assert asked == 1
+    def _send(self, frames: list[bytes]) -> None:
+        loop, number = asyncio.get_running_loop(), unpack(frames).message_id
+        for place, reply in enumerate(self.answers[self.asked], 1):
+            answer = pack(Envelope("run", "buffer", 0, number, reply))
+            loop.call_later(place * self.apart_s, self._receive, answer)
+        self.asked += 1
+
+    def _poll(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("come", [6, 3, 0])  # of six parts, before the stream breaks off
+def test_groups_that_take_long_to_come_are_asked_for_once(come: int) -> None:
+    """A copy would come behind them, and hold up the next take. A stream that ends is repeated."""
+    groups = [GroupReply(group=group(trajectory(n))) for n in range(5)]
+    stream = [*groups, Groups(count=5)]
+    line, loop = SlowLine(4.0, [stream[:come], stream]), VirtualLoop()
+    try:
+        sample = Sample(lineage=1, take=0, stage=0)
+        taken = loop.run_until_complete(line.request(sample, 100))
+    finally:
+        loop.close()
+    assert [group.group_id for group in taken] == [0, 1, 2, 3, 4]
+    assert line.asked == 1 + (come < 6)
 
 
 def test_an_outage_leaves_no_copies_that_come_at_its_end(
@@ -572,15 +581,25 @@ def test_an_outage_leaves_no_copies_that_come_at_its_end(
     with runner, client(address, resend_s=0.02) as dealer:
         with serving(Store(), address):
             runner.run(dealer.request(StatusRequest(), 10))
+        send, sent = dealer._send, 0
 
-        async def ask_during_an_outage() -> Any:
+        def count(frames: list[bytes]) -> None:
+            nonlocal sent
+            sent += 1
+            send(frames)
+
+        dealer._send = count  # type: ignore[method-assign]
+
+        async def ask_during_an_outage() -> tuple[Any, int]:
+            await until(lambda: dealer._poll() or not dealer._connected())
             push = asyncio.create_task(dealer.request(Push(trajectory=trajectory(1)), 20))
             await asyncio.sleep(1.0)
+            queued = sent
             with serving(store, address):
-                return await push
+                return await push, queued
 
-        assert isinstance(runner.run(ask_during_an_outage()), Ack)
-    assert store.seen("Push") <= 3
+        reply, queued = runner.run(ask_during_an_outage())
+    assert isinstance(reply, Ack) and queued == 1
 
 
 def test_a_request_from_before_the_server_goes_out_when_it_is_there(directory: Path) -> None:
