@@ -40,7 +40,7 @@ _LABELS = np.array([-1, 0, 1], _INT8).tobytes()
 _count = np.count_nonzero
 LEAST_LOGPROB = -1e4  # less likely tokens are never sampled; their ratios would overflow
 GREATEST_LOGPROB = 1e-3  # above 0 for rounding
-REWARD_ROUNDING = 1 + 2**-24  # turn rewards are rounded to float32, perhaps beyond their bound
+REWARD_ROUNDING = 1 + 1e-6  # rewards are sums of float32s, each rounded, perhaps beyond their bound
 _LEAST, _GREATEST = np.array(LEAST_LOGPROB, _FLOAT32), np.array(GREATEST_LOGPROB, _FLOAT32)
 
 
