@@ -62,14 +62,10 @@ class KnownTasks:
         return list(self._of(task).queries)
 
     def objection(self, task: Task) -> str | None:
-        """Return why a task is rejected (empty, large, known, lexical, semantic); None if it is
-        not.
-
-        The buffer refuses an offer with a `large` one.
-        """
+        """Return why a task is rejected (empty, large, known, lexical, semantic), or None."""
         if not task.reference or not all(task.reference):
             return "empty"
-        if len(msgspec.msgpack.encode(task)) > MAX_BYTES:
+        if large(task):
             return "large"
         others = self._of(task)
         if task.task_id in others.ids:
@@ -102,6 +98,11 @@ class KnownTasks:
         if len(self._maps) > MAX_MAPS:
             self._maps.popitem(last=False)
         return found
+
+
+def large(task: Task) -> bool:
+    """Return True for a task for which the buffer refuses the whole offer."""
+    return len(msgspec.msgpack.encode(task)) > MAX_BYTES
 
 
 def jaccard(left: set[str], right: set[str]) -> float:

@@ -23,7 +23,7 @@ from actors.llm.json_client import JsonClient
 from actors.progress import TicketProgress
 from actors.questioning import synthesize
 from actors.questioning.explore import Explorer, exploring, has_goals, unbound
-from actors.questioning.filters import KnownTasks, feasible
+from actors.questioning.filters import KnownTasks, feasible, large
 from actors.questioning.grade import Grade, grade
 from actors.questioning.profile import described, load_profile
 from actors.questioning.replay import ReplayedEpisode, replay
@@ -233,7 +233,7 @@ class Questioner:
                 solved = await self._solved(self._client, ticket, candidate, checked, progress)
                 if solved is None:
                     objection = "unsolved"
-                elif not too_long(solved.reference or []):
+                elif not too_long(solved.reference or []) and not large(solved):
                     again = candidate._replace(task=solved)
                     task = solved if await feasible(again, play, checked, *replays) else task
         except EnvironmentFailure as failure:

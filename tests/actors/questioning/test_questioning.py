@@ -25,6 +25,7 @@ from actors.envs.grid.frozen_lake import FrozenLake
 from actors.experience.embed import HashEmbedder
 from actors.formats.chat import Chat
 from actors.progress import TicketProgress
+from actors.questioning import filters
 from actors.questioning.explore import exploring, unbound
 from actors.questioning.filters import KnownTasks, feasible, jaccard
 from actors.questioning.grade import Grade, parse_grade, regrade, repetitive
@@ -706,6 +707,31 @@ def test_a_new_solution_replaces_the_reference_only_if_it_can_be_replayed(
         ((found,), _) = run(config, [explore_ticket(config, members=1)])
     (task,) = found
     assert task.reference == reference
+
+
+def test_a_new_solution_that_makes_a_task_too_large_is_not_taken(monkeypatch):
+    def reply(body: dict[str, Any]) -> str:
+        system, question = (message["content"] for message in body["messages"])
+        if "You set tasks" in system:
+            return json.dumps([proposal("get a pear", ["buy pear"])])
+        if "You grade" in system:
+            return json.dumps({"relevant": True, "achieved": True, "score": 90})
+        if "You explore" in system:
+            return json.dumps({"action": "look"})
+        done = len(json.loads(question)["so far"])
+        return json.dumps({"action": ["look", "buy pear", ""][done]})
+
+    def found() -> Task:
+        with OpenAIServer(otherwise=reply) as server:
+            keys = {"kind": "llm", "max_turns": 30, "resolve": True, "llm": llm(server)}
+            config = config_of(f"{__name__}:Stall", **keys)
+            (((task,),), _) = run(config, [explore_ticket(config, members=1)])
+        return task
+
+    longer = found()
+    assert longer.reference == ["look", "buy pear"]
+    monkeypatch.setattr(filters, "MAX_BYTES", len(msgspec.msgpack.encode(longer)) - 1)
+    assert found().reference == ["buy pear"]
 
 
 def test_what_was_seen_reaches_a_language_model_as_data():
