@@ -16,6 +16,7 @@ from evolver_async.process.logs import RepeatFilter
 
 SET_PDEATHSIG = 1  # of prctl
 SERVERS = ("buffer", "experience", "learner")  # roles with connections of all actors
+MOST_FILES = 1 << 16  # enough for all names; a program may try all numbers up to its limit
 INCARNATIONS = 1000  # of one process in one launch; those of the next launch are higher
 
 log = logging.getLogger(__name__)
@@ -73,12 +74,13 @@ def die_with(parent_pid: int) -> None:
 
 
 def raise_file_limit() -> None:
-    """Raise this process's limit of open files to the most that is allowed.
+    """Raise this process's limit of open files, as far as is allowed and up to `MOST_FILES`.
 
     Beyond the limit libzmq accepts no connection, tries again without a pause, and says nothing.
     """
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    least, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = max(least, min(most, MOST_FILES))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
 
 
 def set_up_logging(log_file: Path | None, stderr_level: int) -> None:
