@@ -492,7 +492,7 @@ def test_a_member_that_is_damaged_on_its_way_is_sent_again(directory: Path) -> N
 
         dealer._send = damage_the_first  # type: ignore[method-assign]
         reply = asyncio.run(dealer.request(Push(trajectory=trajectory(1)), 10))
-    assert isinstance(reply, Ack) and len(sent) == 2 and sorted(store.pushed) == [1]
+    assert isinstance(reply, Ack) and len(sent) > 1 and sorted(store.pushed) == [1]
 
 
 def test_a_resent_lease_gets_the_same_tickets(directory: Path) -> None:
