@@ -12,6 +12,7 @@ import msgspec
 
 COUNTED_S = 1.0  # the most that counts between two calls of `expire`; the rest is a standstill
 COUNTED_SHARE = 0.2  # of a lease, if that is less
+LOGGED_S = 3.0  # a shorter standstill is not: a slow disk has dozens of them a minute
 
 
 class MemberLease(msgspec.Struct):
@@ -197,13 +198,15 @@ class Leases:
         return max(0.0, now - self._expired_at - self._counted_s)
 
     def _extend(self, still_s: float, now: float) -> list[str]:
-        """Extend all leases by a standstill; return a line for the log about it."""
+        """Extend all leases by a standstill; return a line for the log about a long one."""
         if not still_s or not self._by_group:
             return []
         for lease in self:
             lease.deadline = min(lease.deadline + still_s, now + self.lease_s)
             lease.progress_at = min(lease.progress_at + still_s, now)
         seconds = still_s + self._counted_s
+        if seconds < LOGGED_S:
+            return []
         return [f"the buffer or its disk stood still for {seconds:.1f} s; no lease ends by it"]
 
     def _vacate(self, lease: MemberLease) -> None:

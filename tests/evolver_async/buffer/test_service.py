@@ -388,6 +388,15 @@ def test_a_standstill_of_the_buffer_is_no_stall_of_its_actors(world, caplog):
     assert "actor-0 has made no progress" not in caplog.text
 
 
+def test_short_standstills_crowd_no_lost_lease_out_of_the_log(world, caplog):
+    """Of the lines of one place in the source only a few a minute are written."""
+    world.lease()
+    for _ in range(20):
+        world.stand_still(2.0)
+    assert "actor-0 was silent" in caplog.text
+    assert "stood still" not in caplog.text
+
+
 def test_a_stall_is_told_although_every_sync_takes_long(world, caplog):
     world.lease()
     for _ in range(12):
