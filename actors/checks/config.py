@@ -24,7 +24,7 @@ from evolver_async.schema import Task
 
 PLAIN = (  # methods of an environment that cannot be async
     *("actions", "solve", "state", "snapshot", "restore", "score", "verdict", "tools", "goal"),
-    *("exact", "probe", "content"),
+    *("exact", "probe", "content", "vocabulary"),
 )
 
 SERIAL_ASYNC = "is async, which needs real time: launch.kind=serial has none"

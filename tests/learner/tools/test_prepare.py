@@ -60,11 +60,28 @@ def test_an_error_of_a_library_is_laid_to_the_model(
         prepare.main(arguments(tmp_path, "policy.path=anywhere"))
 
 
-def test_the_preset_knows_the_words_of_the_environments(tmp_path: Path) -> None:
-    path = tmp_path / "policy"
-    shop = "{kind: rl, steps: 1, override: {env: {name: webshop, params: {}}}}"
-    stages = f"stages=[{{kind: rl, steps: 1}}, {shop}]"
-    prepare.main(arguments(tmp_path, f"policy.path={path}", "policy.max_length=2048", stages))
+SHOP = "{kind: rl, steps: 1, override: {env: {name: webshop, params: {}}}}"
+LINES = """{"split": "train", "seed": 1}
+{"split": "test", "seed": 1, "env": "webshop", "params": {}}
+"""
+
+
+@pytest.mark.parametrize(
+    "named",
+    [
+        (f"stages=[{{kind: rl, steps: 1}}, {SHOP}]",),
+        ("tasks.mixture=[{env: bandit, params: {}}, {env: webshop, params: {}}]",),
+        ("eval.sets={shop: {env: {name: webshop}, split: test, tasks: 1}}",),
+        ("tasks.path=LINES",),
+    ],
+)
+def test_the_preset_knows_the_words_of_the_environments(
+    tmp_path: Path, named: tuple[str, ...]
+) -> None:
+    path, lines = tmp_path / "policy", tmp_path / "lines.jsonl"
+    lines.write_text(LINES)
+    changes = [change.replace("LINES", str(lines)) for change in named]
+    prepare.main(arguments(tmp_path, f"policy.path={path}", "policy.max_length=2048", *changes))
     tokenizer = policy.load_tokenizer(str(path))
     text = "search[lightweight headphones] Umber hoodie, breathable mesh"
     assert [tokenizer.decode([token]).strip() for token in tokenizer.encode(text)] == [
@@ -78,7 +95,21 @@ class Speechless(Bandit):
         raise RuntimeError("no dictionary")
 
 
-def test_an_environment_that_cannot_name_its_words_is_named(tmp_path: Path) -> None:
-    name = f"{Speechless.__module__}:Speechless"
-    with pytest.raises(ConfigError, match=r"^env\.name: .*Speechless' cannot name its words: Run"):
+class Spacious(Bandit):
+    def vocabulary(self) -> list[str]:
+        return ["arm", "two words"]
+
+
+@pytest.mark.parametrize(
+    ("env", "problem"),
+    [
+        (Speechless, "RuntimeError: no dict"),
+        (Spacious, "ValueError: 'two words' is not of"),
+    ],
+)
+def test_an_environment_that_cannot_name_its_words_is_named(
+    tmp_path: Path, env: type[Bandit], problem: str
+) -> None:
+    name = f"{env.__module__}:{env.__name__}"
+    with pytest.raises(ConfigError, match=rf"^env\.name: .* cannot name its words: {problem}"):
         prepare.main(arguments(tmp_path, f"policy.path={tmp_path / 'policy'}", f"env.name={name}"))
