@@ -15,6 +15,7 @@ def write_bad_step(path: Path, values: Iterable[object], keep: int) -> None:
     fields = {name: value for one in values for name, value in vars(one).items()}
     arrays = {name: value for name, value in fields.items() if isinstance(value, np.ndarray)}
     np.savez(path, **arrays)  # pyright: ignore[reportArgumentType]
-    written = sorted(path.parent.glob("*.npz"), key=lambda one: one.stat().st_mtime_ns)
-    for old in written[:-keep]:
+    others = [one for one in path.parent.glob("*.npz") if one != path]  # whatever the clock says
+    others.sort(key=lambda one: one.stat().st_mtime_ns, reverse=True)
+    for old in others[keep - 1 :]:
         old.unlink()
