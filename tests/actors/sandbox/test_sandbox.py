@@ -246,7 +246,9 @@ def test_the_rest_of_a_late_request_does_not_pass_for_the_next_one(
 
     def halting(self: ConfinedInterpreter, content: bytes, deadline: float) -> None:
         send(self, content[:20], deadline)
-        time.sleep(1.5)
+        until = time.monotonic() + SOON_S
+        while self.alive() and time.monotonic() < until:
+            time.sleep(0.01)
         send(self, content[20:], deadline)
 
     with monkeypatch.context() as patched:
