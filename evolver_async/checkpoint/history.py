@@ -122,9 +122,10 @@ def copy(
     Files are linked where the file system can do that: they are never written to again.
     CheckpointError if `source` is gone: a run that goes on drops its older checkpoints.
     """
+    dropped = CheckpointError(f"{source}: was dropped by its run meanwhile; choose another")
     state = numbers(source)
     if not state:
-        raise CheckpointError(f"{source}: was dropped by its run meanwhile; choose another")
+        raise dropped
     change(state)
 
     def write(made: Path) -> None:
@@ -133,7 +134,10 @@ def copy(
             try:
                 os.link(source / name, made / name)
             except OSError:
-                shutil.copyfile(source / name, made / name)
+                try:
+                    shutil.copyfile(source / name, made / name)
+                except FileNotFoundError:  # they are removed one after the other
+                    raise dropped from None
         (made / STATE).unlink()  # else the link would be written through
         (made / STATE).write_text(json.dumps(state, indent=1))
 

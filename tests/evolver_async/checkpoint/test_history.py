@@ -148,6 +148,11 @@ def test_a_checkpoint_that_its_run_drops_while_it_is_copied_is_named(
     with pytest.raises(CheckpointError, match=f"{chosen}: was dropped by its run"):
         history.copy(chosen, manifest.files, tmp_path / "new", "new", lambda state: state["take"])
     assert not (tmp_path / "new").exists()
+    chosen, manifest = history.choose(checkpoints, "run", 4)
+    with pytest.raises(CheckpointError, match=f"{chosen}: was dropped by its run"):
+        history.copy(
+            chosen, manifest.files, tmp_path / "new", "new", lambda _: (chosen / "model").unlink()
+        )
 
 
 def test_the_next_checkpoint_drops_what_was_left_unless_it_is_to_last(checkpoints: Path) -> None:
