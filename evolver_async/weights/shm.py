@@ -36,7 +36,7 @@ from evolver_async.weights.channel.checksums import usual_threads
 from evolver_async.weights.channel.layout import Layout
 from evolver_async.weights.channel.publisher import StagedPublisher
 from evolver_async.weights.channel.source import WeightSource
-from evolver_async.weights.snapshot_file import STAGED, SnapshotFile, read
+from evolver_async.weights.snapshot_file import REMOVED, STAGED, SnapshotFile, read
 
 
 class ShmPublisher(StagedPublisher[SnapshotFile]):
@@ -157,7 +157,9 @@ def _available(directory: Path) -> list[WeightId]:
     """Snapshots by name, in order."""
     try:
         names = os.listdir(directory)
-    except FileNotFoundError:
+    except OSError as error:
+        if error.errno not in REMOVED:
+            raise
         return []
     matches = [re.fullmatch(r"weights-(\d+)\.(\d+)", name) for name in names]
     return sorted(WeightId(lineage=int(m[1]), step=int(m[2])) for m in matches if m)

@@ -139,12 +139,7 @@ def read(path: Path, weights: WeightId, threads: int) -> dict[str, Tensor]:
     if file < 0:
         raise WeightsGone(f"weights {weights} are not in {path.parent}")
     try:
-        size, copies = os.fstat(file).st_size, on_network(file)
-        if size < LENGTH.size:
-            os.close(file)
-            raise WeightsCorrupt(f"has {size} bytes")
-        whole_N = read_file(file, size) if copies else map_file(file, size, shared=False)
-        return _verified(whole_N, weights, threads)
+        return _verified(_content(file), weights, threads)
     except WeightsCorrupt as error:
         raise WeightsCorrupt(f"{path}: {error}") from None
     except OSError as error:
@@ -176,6 +171,18 @@ def _open(path: Path) -> int:
             raise
     os.close(file)
     return -1
+
+
+def _content(file: int) -> Array:
+    """Map an open file, or copy it from the network. OSError or WeightsCorrupt, with it closed."""
+    try:
+        size, copies = os.fstat(file).st_size, on_network(file)
+        if size < LENGTH.size:
+            raise WeightsCorrupt(f"has {size} bytes")
+    except BaseException:
+        os.close(file)
+        raise
+    return read_file(file, size) if copies else map_file(file, size, shared=False)
 
 
 def _manifest(

@@ -218,8 +218,15 @@ def test_a_file_that_is_removed_while_it_is_read_is_gone(
     def stale(*_: object) -> int:
         raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
 
-    monkeypatch.setattr(snapshot_file, "on_network", lambda _: True)
-    monkeypatch.setattr(os, "preadv", stale)
-    with pytest.raises(WeightsGone, match="were removed"):
-        ShmReceiver(publisher.address).fetch(version(0))
+    receiver, files = ShmReceiver(publisher.address), len(os.listdir("/proc/self/fd"))
+    for module, name in ((snapshot_file, "on_network"), (os, "preadv")):
+        with monkeypatch.context() as removed:
+            removed.setattr(snapshot_file, "on_network", lambda _: True)
+            removed.setattr(module, name, stale)
+            with pytest.raises(WeightsGone, match="were removed"):
+                receiver.fetch(version(0))
+        assert len(os.listdir("/proc/self/fd")) <= files
+    with monkeypatch.context() as removed:
+        removed.setattr(os, "listdir", stale)
+        assert receiver.available() == []
     publisher.close()
