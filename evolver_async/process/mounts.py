@@ -5,7 +5,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 MOUNTS = Path("/proc/self/mountinfo")
-LOCAL_LOCKS = {"nolock", "local_lock=flock", "local_lock=all", "localflock"}  # NFS, Lustre
+LOCAL_LOCKS = {  # options of NFS, Lustre and CIFS
+    *("nolock", "local_lock=flock", "local_lock=all", "localflock", "nobrl"),
+}
+UNSHOWN_LOCKS = ("fuse", "9p", "virtiofs", "beegfs")  # local by default, and no option tells
 
 
 @dataclass(frozen=True)
@@ -17,8 +20,8 @@ class Mount:
 
     @property
     def locks_are_local(self) -> bool:
-        """True if a lock that one host holds is not seen by the others."""
-        return not LOCAL_LOCKS.isdisjoint(self.options)
+        """True if a lock that one host holds may not be seen by the others."""
+        return self.kind.startswith(UNSHOWN_LOCKS) or not LOCAL_LOCKS.isdisjoint(self.options)
 
 
 def mount_of(device: int) -> Mount:

@@ -3,8 +3,8 @@
 The lock is a `flock` on a file in the directory. The kernel releases it at the owner's end. All
 processes that share the directory see it: those of another container, where process numbers differ,
 and those of another host if the file system carries locks between hosts. The owner writes its host,
-boot and process number into `owner.json`, for people to read, and because some network file systems
-are mounted with locks that one host alone sees.
+boot and process number into `owner.json`, for people to read, and because on some network file
+systems one host alone sees a lock.
 """
 
 import errno
@@ -130,7 +130,7 @@ def _sweep(directory: Path) -> None:
     owner = owner_of(directory)
     words = "%s: is not removed, as it cannot be locked (%s); its owner is on host %s"
     if _is_elsewhere(owner) and mount_of(directory.lstat().st_dev).locks_are_local:
-        log.warning(words, directory, "locks of other hosts are not seen here", owner["host"])
+        log.warning(words, directory, "locks of other hosts may not be seen here", owner["host"])
         return
     try:
         lock = _lock(directory / LOCK)
@@ -148,9 +148,10 @@ def _sweep(directory: Path) -> None:
 
 
 def _is_elsewhere(owner: dict[str, str | int]) -> bool:
-    """True if an owner is on another host than this one."""
-    here = socket.gethostname(), _boot()
-    return "host" in owner and owner["host"] != here[0] and owner.get("boot", here[1]) != here[1]
+    """True if an owner may be on another host than this one."""
+    boot = _boot()
+    other_name = "host" in owner and owner["host"] != socket.gethostname()
+    return other_name and (not boot or owner.get("boot") != boot)
 
 
 def _check_private(directory: Path) -> None:

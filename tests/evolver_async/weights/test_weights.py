@@ -304,22 +304,24 @@ def test_an_owner_in_another_container_or_host_keeps_its_directory(tmp_path: Pat
 
 @pytest.mark.process
 @pytest.mark.parametrize(
-    ("host", "options", "stays"),
+    ("host", "kind", "options", "stays"),
     [
-        ("elsewhere", "rw,vers=3,local_lock=all", True),
-        ("elsewhere", "rw,vers=4.2,local_lock=none", False),
-        (socket.gethostname(), "rw,vers=3,local_lock=all", False),
+        ("elsewhere", "nfs", "rw,vers=3,local_lock=all", True),
+        ("elsewhere", "nfs4", "rw,vers=4.2,local_lock=none", False),
+        ("elsewhere", "fuse.sshfs", "rw,user_id=0", True),
+        ("elsewhere", "cifs", "rw,nobrl", True),
+        (socket.gethostname(), "nfs", "rw,vers=3,local_lock=all", False),
     ],
 )
 def test_where_locks_are_of_one_host_the_directories_of_others_stay(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, host: str, options: str, stays: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, host: str, kind: str, options: str, stays: bool
 ) -> None:
     directory, device = tmp_path / f"{PREFIX}far", tmp_path.stat().st_dev
     claimed_by_another(directory, "").communicate()
     (directory / OWNER).write_text(json.dumps({"host": host, "boot": "another", "pid": 7}))
     table = tmp_path / "mounts"
     number = f"{os.major(device)}:{os.minor(device)}"
-    table.write_text(f"1 1 {number} / / rw - nfs server:/ {options}\n")
+    table.write_text(f"1 1 {number} / / rw - {kind} server:/ {options}\n")
     monkeypatch.setattr(mounts, "MOUNTS", table)
     sweep(tmp_path)
     assert directory.exists() == stays
