@@ -31,6 +31,12 @@ if damage == "damage":  # one bit of the first bucket that arrives
 if damage == "filtered":  # as if its data ports were: it answers, and enters no group
     from evolver_async.weights.collective.receiver import BroadcastReceiver
     BroadcastReceiver._enter = lambda self, event: None
+if damage == "late":  # it waits for its first group, longer than the learner for it
+    from evolver_async.weights.collective.receiver import BroadcastReceiver
+    enter, left = BroadcastReceiver._enter, [4.0]
+    def late(self, event):
+        return time.sleep(left.pop()) if left else enter(self, event)
+    BroadcastReceiver._enter = late
 receiver = CollectiveReceiver(address, deadline_s=float(deadline_s), name=name)
 print("ready", flush=True)
 shown = None
@@ -83,7 +89,7 @@ def remotes(
 ) -> Iterator[list[Remote]]:
     """Receivers at `address`; none outlives its test, and none may have seen mixed weights.
 
-    `damage`: "damage" of arriving bytes, or "filtered" ports.
+    `damage`: "damage" of arriving bytes, "filtered" ports, or "late" in its first group.
     """
     started: list[Remote] = []
     try:

@@ -154,11 +154,14 @@ class BroadcastSender:
         )
 
     def _leave_out_unreachable(self) -> None:
-        """Leave out members for a while with which not even a group of two can be built."""
+        """Leave out members for a while with which not even a group of two can be built.
+
+        Silent ones stay members: the next epoch asks them again, or to join anew.
+        """
         if len(self._members) < 2:
             return
-        self._members = self._roll_call(self._members)  # they have left the group that failed
-        for number, member in list(self._members.items()):
+        here = self._roll_call(self._members)  # they have left the group that failed
+        for number, member in here.items():
             if self.closing():
                 return
             try:

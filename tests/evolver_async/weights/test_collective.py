@@ -210,6 +210,21 @@ def test_an_actor_with_filtered_ports_is_left_out_and_named_and_tried_again(
 
 
 @pytest.mark.process
+def test_an_actor_that_is_late_when_a_group_fails_is_asked_to_join_again(
+    publish_at: Callable[..., CollectivePublisher], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sender, "ROLL_S", 0.5)
+    publisher = publish_at()
+    with (
+        remotes(publisher.address, 1, deadline_s=DEADLINE_S, damage="late") as (late,),
+        remotes(publisher.address, 1, deadline_s=DEADLINE_S) as (one,),
+    ):
+        wait_for(lambda: publisher._sender.served.store.add("numbers", 0) == 2, "both to join")
+        publisher.publish(version(1), filled(1, 1000))
+        wait_for(lambda: one.holds(version(1)) and late.holds(version(1)), "the version")
+
+
+@pytest.mark.process
 def test_a_version_that_was_given_up_is_tried_again(
     publish_at: Callable[..., CollectivePublisher],
     caplog: pytest.LogCaptureFixture,
