@@ -15,7 +15,7 @@ class Worded(Env, Protocol):
     """Environment whose texts have words of their own, which the tiny preset is to know."""
 
     def vocabulary(self) -> list[str]:
-        """Return these words, each of letters alone; known before `reset`."""
+        """Return these words, each of ASCII letters alone; known before `reset`."""
         ...
 
 
@@ -31,7 +31,7 @@ def vocabulary_of(config: Config) -> list[str]:
             try:
                 words = env.vocabulary()
                 if other := [word for word in words if not (word.isascii() and word.isalpha())]:
-                    raise ValueError(f"{other[0]!r} is not of letters alone")
+                    raise ValueError(f"{other[0]!r} is not of ASCII letters alone")
             except Exception as error:
                 problem = f"cannot name its words: {one_line(error)}"
                 raise EnvError(f"env.name: {task.env!r} {problem}") from error

@@ -131,7 +131,7 @@ def tiny_shape(
 def make_tokenizer(max_length: int, words: Iterable[str] = ()) -> PreTrainedTokenizerFast:
     """Make the preset's tokenizer; ids are in the order bytes, words, tags, special tokens.
 
-    `words`, each of letters alone, follow those of the preset.
+    `words`, each of ASCII letters alone, follow those of the preset.
     """
     known = dict.fromkeys(WORDS.split())
     known |= dict.fromkeys(word.capitalize() for word in CAPITALISED.split())

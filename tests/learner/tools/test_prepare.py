@@ -104,7 +104,7 @@ class Spacious(Bandit):
     ("env", "problem"),
     [
         (Speechless, "RuntimeError: no dict"),
-        (Spacious, "ValueError: 'two words' is not of"),
+        (Spacious, "ValueError: 'two words' is not of ASCII"),
     ],
 )
 def test_an_environment_that_cannot_name_its_words_is_named(
