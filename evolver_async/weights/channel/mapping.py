@@ -23,6 +23,7 @@ READ_BYTES = 64 << 20  # read by one call
 MEMORY = ("tmpfs", "ramfs")
 NETWORK = (
     *("nfs", "cifs", "smb", "fuse", "lustre", "ceph", "beegfs", "gpfs", "afs", "9p", "virtiofs"),
+    *("wekafs", "panfs", "orangefs", "pvfs2"),
 )
 
 _libc = ctypes.CDLL(None, use_errno=True)

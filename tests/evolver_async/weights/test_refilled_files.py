@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from evolver_async.process import mounts
 from evolver_async.schema import WeightId
 from evolver_async.weights import snapshot_file
 from evolver_async.weights.channel.base import WeightsGone
-from evolver_async.weights.channel.mapping import in_memory
+from evolver_async.weights.channel.mapping import in_memory, on_network
 from evolver_async.weights.shm import ShmPublisher, ShmReceiver
 from evolver_async.weights.snapshot_file import STAGED, read
 
@@ -207,6 +208,18 @@ def test_a_file_that_another_host_removes_kills_no_reader(tmp_path: Path) -> Non
     command = [sys.executable, "-c", ON_NETWORK, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (0, "{3.0}\n"), done.stderr
+
+
+def test_files_are_copied_where_another_host_can_remove_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mounts, "MOUNTS", tmp_path / "mounts")
+    with open(tmp_path / "file", "wb") as file:
+        device = os.fstat(file.fileno()).st_dev
+        number = f"{os.major(device)}:{os.minor(device)}"
+        for kind in ("nfs4", "fuse.sshfs", "wekafs", "panfs", "ext4", "overlay"):
+            mounts.MOUNTS.write_text(f"1 1 {number} / / rw - {kind} host:/ rw\n")
+            assert on_network(file.fileno()) == (kind not in ("ext4", "overlay"))
 
 
 def test_a_file_that_is_removed_while_it_is_read_is_gone(
