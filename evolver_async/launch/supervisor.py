@@ -21,7 +21,7 @@ from pathlib import Path
 from evolver_async.checkpoint import directory as checkpoint
 from evolver_async.config import Config
 from evolver_async.errors import EVALUATION_LOST, USER_ERROR
-from evolver_async.launch.child import FINAL, Child, Handle, Spawner, ending
+from evolver_async.launch.child import FINAL, Child, FailedStart, Handle, Spawner, ending
 from evolver_async.launch.run_directory import announce
 from evolver_async.launch.scaling import ActorScaling
 from evolver_async.metrics.alerts import alert
@@ -80,8 +80,8 @@ class Supervisor:
         deadline = time.monotonic() + START_S
         while not self.signals and not asyncio.run(self.buffer_answers()):
             code = buffer.poll()
-            if code is not None and code < 0:
-                self.supervise(buffer, time.monotonic())  # a killed buffer is restarted
+            if code is not None and (code < 0 or isinstance(buffer.process, FailedStart)):
+                self.supervise(buffer, time.monotonic())  # it was killed, or there was no room
             elif code is not None:
                 cause = self.spawner.last_line(buffer)
                 raise RunFailed(f"the buffer did not start: {cause}", USER_ERROR)

@@ -252,6 +252,17 @@ def test_a_process_that_cannot_be_started_is_tried_again_within_its_budget(
     child.process.wait()
 
 
+def test_the_first_process_that_cannot_be_started_has_its_budget_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = load(None, ["stages.0.steps=1", "launch.restarts=1", "launch.backoff_s=0.01"])
+    launcher = supervisor(config, tmp_path)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "missing"))
+    with pytest.raises(RunFailed, match=r"buffer ended .* \(restarted 1 times") as failure:
+        launcher.start()
+    assert failure.value.code == 1, "no error of the user: another launch may find room"
+
+
 @pytest.mark.parametrize("role", ["actor", "buffer"])
 def test_a_process_that_leaves_a_running_job_is_started_again_within_its_budget(
     tmp_path: Path, role: str, caplog: pytest.LogCaptureFixture
