@@ -41,7 +41,7 @@ def settings(directory: Path, hidden_size: int, layers: int) -> Config:
     config = load(RECIPE, [])
     sizes = {"hidden_size": hidden_size, "layers": layers, "intermediate_size": 3 * hidden_size}
     path = directory / "policy"
-    policy.make_tiny(path, seed=0, heads=4, max_length=config.policy.max_length, **sizes)
+    policy.make_tiny(path, seed=0, heads=4, max_length=config.policy.max_length, words=(), **sizes)
     return replace(
         config,
         policy=replace(config.policy, path=str(path)),
