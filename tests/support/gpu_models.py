@@ -1,5 +1,7 @@
 """Models and comparisons of the parity tests on a GPU."""
 
+import copy
+
 import torch
 from engine_conformance import request
 from transformers import PreTrainedModel, Qwen2Config, Qwen3Config
@@ -53,7 +55,7 @@ def model_on(device: torch.device, dtype: str) -> PreTrainedModel:
     shape = HALF_BILLION if device.type == "cuda" else SMALL
     with device:
         model = AutoModelForCausalLM.from_config(
-            shape, attn_implementation="sdpa", dtype=getattr(torch, dtype)
+            copy.deepcopy(shape), attn_implementation="sdpa", dtype=getattr(torch, dtype)
         )
     with torch.no_grad():
         model.model.norm.weight.mul_(SHARPNESS)

@@ -98,7 +98,8 @@ def test_an_engine_whose_heads_share_keys_agrees_with_the_learner() -> None:
     with pretended():
         torch.manual_seed(0)
         with torch.device("cuda"):
-            model = AutoModelForCausalLM.from_config(SMALL, attn_implementation="sdpa").eval()
+            how = {"attn_implementation": "sdpa", "dtype": torch.float32}
+            model = AutoModelForCausalLM.from_config(SMALL, **how).eval()
         with torch.no_grad():
             model.model.norm.weight.mul_(SHARPNESS)
         assert FusedDecoder.fits(model) and SMALL.num_key_value_heads < SMALL.num_attention_heads
