@@ -74,7 +74,7 @@ def make(directory: Path, names: Iterable[str]) -> list[Path]:
 
 def server_secret(directory: Path) -> bytes:
     """The buffer's own key. Raises KeysError, also if everybody may add a client to its list."""
-    _refuse_writable(directory / ALLOWED)
+    _mode_of(directory / ALLOWED)
     return read_key(directory / "server.secret")
 
 
@@ -101,14 +101,19 @@ def check_keys(directory: Path) -> None:
         raise KeysError(f"{directory / ALLOWED}: does not list the run's own client.secret")
 
 
-def _refuse_writable(path: Path) -> None:
-    """Raise KeysError for a list, or a key, that all users of the host may change."""
+def _mode_of(path: Path) -> int:
+    """Return the mode of a list or a key. Raises KeysError if all users may change it."""
     try:
         mode = stat.S_IMODE(path.stat().st_mode)
     except OSError as error:
-        raise KeysError(f"{path}: {(error.strerror or 'cannot be read').lower()}") from None
+        raise _unreadable(path, error) from None
     if mode & 0o002:
         raise KeysError(f"{path}: must not be writable for all users, has mode {mode:04o}")
+    return mode
+
+
+def _unreadable(path: Path, error: OSError) -> KeysError:
+    return KeysError(f"{path}: {(error.strerror or 'cannot be read').lower()}")
 
 
 def _make_server(directory: Path) -> None:
@@ -130,12 +135,11 @@ def _write(path: Path, key: bytes) -> None:
 
 def read_key(path: Path) -> bytes:
     """Read the key in a file, in Z85. Raises KeysError, also if others may read a secret one."""
-    _refuse_writable(path)
+    mode = _mode_of(path)
     try:
-        mode = stat.S_IMODE(path.stat().st_mode)
         key = path.read_bytes().strip()
     except OSError as error:
-        raise KeysError(f"{path}: {(error.strerror or 'cannot be read').lower()}") from None
+        raise _unreadable(path, error) from None
     if path.suffix == ".secret" and mode & 0o077:
         raise KeysError(f"{path}: must have mode 0600, has {mode:04o}")
     try:
