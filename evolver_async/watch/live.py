@@ -6,6 +6,8 @@ the failures, and while no new step comes also the stalls and the waiting proces
 
 import asyncio
 import contextlib
+import logging
+import shlex
 import sys
 import threading
 import time
@@ -32,6 +34,8 @@ POLL_S = 0.5
 ASK_S = 2.0  # between two requests for STATUS
 QUIET_S = 5.0  # without a new row, until stalls and waiting processes are shown
 
+log = logging.getLogger(__name__)
+
 
 @contextlib.contextmanager
 def shown(run_dir: Path, config: Config, mode: str) -> Iterator[None]:
@@ -46,7 +50,7 @@ def shown(run_dir: Path, config: Config, mode: str) -> Iterator[None]:
         live = Live(console=console, refresh_per_second=4, transient=False)
         live.start()
     thread = threading.Thread(
-        target=_show, args=(run_dir, config, live, stop, True), name="watch", daemon=True
+        target=_show_embedded, args=(run_dir, config, live, stop), name="watch", daemon=True
     )
     thread.start()
     try:
@@ -67,6 +71,17 @@ def watch(run_dir: Path, config: Config, follow: bool) -> None:
     live = Live(console=console, refresh_per_second=4) if console.is_terminal else None
     with live or contextlib.nullcontext():
         _show(run_dir, config, live, stop, False)
+
+
+def _show_embedded(run_dir: Path, config: Config, live: Live | None, stop: threading.Event) -> None:
+    """Show the run of this launch. A failure ends the display, says so, and never ends the run."""
+    try:
+        _show(run_dir, config, live, stop, True)
+    except Exception:  # whatever a row or the terminal brings
+        if live is not None:
+            live.stop()  # else the panel covers what the console shows
+        again = f"evolver-async watch {shlex.quote(str(run_dir))}"
+        log.exception("the display failed; the run goes on. See it with: %s", again)
 
 
 def _show(

@@ -1,6 +1,7 @@
 """The live view: what it makes of the rows of a run."""
 
 import json
+import threading
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from evolver_async.config import Config, StageConfig
 from evolver_async.launch.run_directory import record_origin
 from evolver_async.metrics.tail import Tail
 from evolver_async.watch import runs
-from evolver_async.watch.live import steps_of, watch
+from evolver_async.watch.live import shown, steps_of, watch
 from evolver_async.watch.throughput import Setup
 from evolver_async.watch.view import RECENT, View
 
@@ -284,3 +285,24 @@ def test_a_run_is_followed_until_it_has_recorded_its_end(
     runs.end(tmp_path, 0)
     watch(tmp_path, Config(stages=[StageConfig(steps=3)]), follow=True)
     assert "step 3/3" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("mode", ["panel", "lines"])
+def test_a_display_that_fails_says_so_and_lets_the_run_go_on(
+    tmp_path: Path, mode: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    failed = threading.Event()
+
+    def fail(self: View, row: object) -> None:
+        failed.set()
+        raise KeyError("train/success")
+
+    monkeypatch.setattr(View, "feed", fail)
+    (tmp_path / "metrics.jsonl").write_text(f"{json.dumps(row(1, 1.0))}\n")
+    config = Config(stages=[StageConfig(steps=1)])
+    with shown(tmp_path, config, mode):
+        assert failed.wait(60)
+    (record,) = caplog.records
+    assert "the display failed; the run goes on" in record.getMessage()
+    assert f"evolver-async watch {tmp_path}" in record.getMessage()
+    assert record.exc_info is not None and record.exc_info[0] is KeyError
