@@ -1,13 +1,16 @@
 """Preparation of a run's policy directory, before any other process is started."""
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 
 from evolver_async.config import Config, ConfigError
 from evolver_async.config.load import load
+from evolver_async.config.sections.channel import channel
 from evolver_async.launch.registry import resolve
+from evolver_async.memory.gpus import gpus_used
 from evolver_async.model import policy
 from evolver_async.process.setup import RoleArgs
 from learner.optimize import model
@@ -18,14 +21,12 @@ NAMES_KEY = re.compile(r"(policy|learner)\.[a-z_.]+: ")
 def main(args: RoleArgs) -> int:
     """Write the tiny preset if the run has no policy directory; refuse a broken one.
 
-    ConfigError if the context is too short for the environment's prompts, or if the token budget
-    is to be measured and there is no GPU.
+    ConfigError if the context is too short for the environment's prompts, or if a key needs a GPU
+    that is not here.
     """
     config = load(args.run_dir / "config.yaml", [])
-    if config.learner.token_budget == 0 and not torch.cuda.is_available():
-        raise ConfigError(
-            "learner.token_budget: there is no GPU to measure; set a number of tokens"
-        )
+    for problem in _missing_gpus(config):
+        raise ConfigError(problem)
     try:
         _make(config, args.run_dir / "policy")
         _load(config)
@@ -35,6 +36,27 @@ def main(args: RoleArgs) -> int:
         raise ConfigError(said if named else f"policy.path: {said}") from error
     resolve("check_prompts")(config)
     return 0
+
+
+def _missing_gpus(config: Config) -> Iterator[str]:
+    """Yield the keys that need a GPU which is not visible here. The nodes of Ray have their own."""
+    if config.launch.kind == "ray":
+        return
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    seen = f"of {count} visible here, counted from 0" if count else "and no GPU is visible here"
+    named, (engine, learner) = config.launch.gpus, gpus_used(config, count)
+    for section, spread, key, given, used in (
+        ("engine", "engine.tensor_parallel", "launch.gpus.actors", named.actors, engine),
+        ("learner", "learner.ranks", "launch.gpus.learner", named.learner, learner),
+    ):
+        last = max((*given, *used), default=-1)
+        if last >= count:
+            key = key if given else spread if len(used) > 1 else f"{section}.device"
+            yield f"{key}: needs GPU {last}, {seen}"
+    if channel(config) == "cuda_ipc" and not count:
+        yield f"weights.kind: is cuda_ipc, {seen}"
+    if config.learner.token_budget == 0 and not count:
+        yield "learner.token_budget: there is no GPU to measure; set a number of tokens"
 
 
 def _make(config: Config, directory: Path) -> None:

@@ -1,9 +1,11 @@
 """Preparation of a policy: what is laid to the model's directory, and what is not."""
 
 import errno
+import re
 from pathlib import Path
 
 import pytest
+import torch
 
 from actors.envs.bandit import Bandit
 from evolver_async.config import ConfigError
@@ -113,3 +115,38 @@ def test_an_environment_that_cannot_name_its_words_is_named(
     name = f"{env.__module__}:{env.__name__}"
     with pytest.raises(ConfigError, match=rf"^env\.name: .* cannot name its words: {problem}"):
         prepare.main(arguments(tmp_path, f"policy.path={tmp_path / 'policy'}", f"env.name={name}"))
+
+
+@pytest.mark.parametrize(
+    ("count", "changes", "message"),
+    [
+        (0, ["learner.device=cuda"], "learner.device: needs GPU 0, and no GPU is visible here"),
+        (0, ["launch.gpus.learner=[0]"], "launch.gpus.learner: needs GPU 0, and no GPU is visible"),
+        (0, ["weights.kind=cuda_ipc"], "weights.kind: is cuda_ipc, and no GPU is visible here"),
+        (2, ["engine.device=cuda:2"], "engine.device: needs GPU 2, of 2 visible here, counted"),
+        (2, ["launch.gpus.actors=[0, 2]"], "launch.gpus.actors: needs GPU 2, of 2 visible here"),
+        (2, ["learner.ranks=4"], "learner.ranks: needs GPU 3, of 2 visible here, counted from 0"),
+    ],
+)
+def test_a_gpu_that_is_not_here_is_refused_by_its_key(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    count: int,
+    changes: list[str],
+    message: str,
+) -> None:
+    """With device=auto the processes would train on the CPU, and say nothing."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    with pytest.raises(ConfigError, match=f"^{re.escape(message)}"):
+        prepare.main(arguments(tmp_path, *changes))
+
+
+def test_the_gpus_of_a_cluster_are_not_looked_for_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    asked = ["launch={kind: ray, ray: {learner_gpus: 1}}", "learner.device=cuda"]
+    asked += ["learner.token_budget=0", "policy.path=anywhere"]
+    with pytest.raises(ConfigError, match=r"^policy\.path: "):
+        prepare.main(arguments(tmp_path, *asked))
