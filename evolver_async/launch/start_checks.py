@@ -3,6 +3,7 @@
 import os
 from collections.abc import Sequence
 from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 
 from evolver_async.buffer.state.sampling import sampler_of
@@ -41,6 +42,13 @@ def problems_of(config: Config) -> list[str]:
         except ValueError as error:
             problems.append(str(error))
     return problems
+
+
+def _check_ray(config: Config) -> None:
+    found = find_spec("ray")
+    if config.launch.kind == "ray" and (found is None or found.origin is None):  # a folder has none
+        install = "pip install 'evolver-async[ray]'"
+        raise ConfigError(f"launch.kind: ray needs Ray, which is not installed: run {install}")
 
 
 def _check_gpus(config: Config) -> None:
@@ -122,5 +130,5 @@ def _check_own(config: Config) -> None:
 
 CHECKS = (
     *(check_paths, check_wings, _check_own, check_addresses, _check_prometheus),
-    *(_check_gpus, _check_wandb, _sweep, check_memory, check_gpu_memory),
+    *(_check_ray, _check_gpus, _check_wandb, _sweep, check_memory, check_gpu_memory),
 )

@@ -128,6 +128,15 @@ def test_a_bad_configuration_starts_nothing(
     assert not (tmp_path / "runs").exists()
 
 
+def test_a_cluster_without_ray_starts_nothing(
+    refused: Refused, recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("evolver_async.launch.start_checks.find_spec", lambda _: None)
+    said = refused("train", recipe, f"run.dir={tmp_path}/runs", "launch.kind=ray")
+    assert said.startswith("launch.kind: ray needs Ray, which is not installed: run pip install")
+    assert not (tmp_path / "runs").exists()
+
+
 def test_a_missing_recipe_is_named(refused: Refused, tmp_path: Path) -> None:
     assert "no.yaml" in refused("train", tmp_path / "no.yaml")
     assert "needs a recipe" in refused("train")
