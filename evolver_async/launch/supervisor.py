@@ -54,6 +54,7 @@ class Supervisor:
         self.spawner = spawner
         self.children: list[Child] = []
         self.signals: list[int] = []
+        self.drained = False  # the node of a child that has no other place: the run ends
         self.first_incarnation = announce(run_dir, spawner.address) * INCARNATIONS
         self.scaling = ActorScaling(config, run_dir)
         self.incarnations: dict[str, int] = {}  # the newest of every name
@@ -72,7 +73,9 @@ class Supervisor:
                 return failure.code
             finally:
                 self.end()
-        return 128 + self.signals[0] if self.signals and not self.finished() else 0
+        if self.finished():
+            return 0
+        return 128 + (self.signals[0] if self.signals else signal.SIGTERM)
 
     def start(self) -> None:
         """Start the buffer, and the other processes once it answers. Raises RunFailed."""
@@ -99,8 +102,8 @@ class Supervisor:
         self.scale(time.monotonic())
 
     def watch(self) -> None:
-        """Return when the learner has finished or a signal came. Raises RunFailed."""
-        while not self.signals:
+        """Return when the learner has finished, or the run is to end. Raises RunFailed."""
+        while not (self.signals or self.drained):
             if self.finished():
                 return
             for child in list(self.children):
@@ -169,7 +172,7 @@ class Supervisor:
         """Let a child leave a place that is drained: an actor returns its tickets, a learner saves.
 
         It is started again elsewhere, and none of its budget is used. The run ends as on SIGTERM if
-        the child has no other place.
+        the child has no other place. A SIGTERM that comes with the drain is not a second signal.
         """
         if not child.moves and any(self.spawner.moves(process) for process in child.processes):
             child.moves = True
@@ -177,7 +180,7 @@ class Supervisor:
                 log.warning(
                     "the node of %s is drained: the run ends and can be resumed", child.name
                 )
-                self.signals.append(signal.SIGTERM)
+                self.drained = True
                 return
             for process in child.processes:
                 process.terminate()

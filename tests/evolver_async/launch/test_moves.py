@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from evolver_async.config import Config
+from evolver_async.errors import STOPPED
 from evolver_async.launch.child import Child, Handle, Spawner
 from evolver_async.launch.supervisor import Supervisor
 
@@ -96,6 +97,31 @@ def test_the_run_ends_where_the_node_of_its_buffer_is_drained(
     supervisor.spawner.drained = ("buffer",)
     for _ in range(3):
         supervisor.supervise(buffer, time.monotonic())
-    assert supervisor.signals == [signal.SIGTERM], "a second one would kill at once"
     assert buffer.process.poll() is None
     assert "the node of buffer is drained: the run ends and can be resumed" in caplog.text
+
+
+SAVING = f"""
+import signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: (time.sleep(1), sys.exit({STOPPED})))
+print(flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_sigterm_that_comes_with_a_drain_lets_the_learner_save(supervisor: Supervisor) -> None:
+    """A scheduler that drains the node sends one to the launcher on it, too."""
+    spawner = supervisor.spawner
+    assert isinstance(spawner, Places)
+    learner = supervisor.add("learner", "learner")
+    learner.process.kill()
+    learner.process.wait()
+    saving = subprocess.Popen([sys.executable, "-c", SAVING], stdout=subprocess.PIPE)
+    assert saving.stdout is not None and saving.stdout.readline()
+    learner.process, spawner.names[saving.pid] = saving, "learner"
+    supervisor.add("buffer", "buffer")
+    spawner.drained = ("buffer",)
+    supervisor.watch()
+    supervisor.signals.append(signal.SIGTERM)
+    supervisor.end()
+    assert saving.returncode == STOPPED
