@@ -3,8 +3,8 @@
 starts     the next run whose cold start is finished, while fewer than `jobs` run
 waits      for children by handle; none outlives this process (`train --parent`)
 records    the error of a failed run; the others go on
-stops      at the first signal: children write their checkpoints and end; a second signal ends
-           them at once
+stops      at the first signal, or at an error of its own: children write their checkpoints and
+           end; a second signal ends them at once
 """
 
 import os
@@ -68,6 +68,7 @@ class Scheduler:
         self.jobs = jobs
         self.report = report
         self.signals: list[int] = []
+        self.forwarded = 0  # signals that the children have got
         self.children: list[RunningCell] = []
         self.stopped: set[str] = set()  # runs that were stopped by somebody else
 
@@ -77,23 +78,33 @@ class Scheduler:
             try:
                 self._work()
             finally:
-                for child in self.children:
-                    child.process.kill()
-                    child.process.wait()
+                self._end()
         return not self.signals
 
     def _work(self) -> None:
-        sent = 0
         while True:
             self._collect()
-            if len(self.signals) > sent:
-                sent = len(self.signals)
-                for child in self.children:
-                    child.process.send_signal(signal.SIGINT)
+            self._forward()
             if not self.signals:
                 self._start_next()
             if not self.children:
                 return
+            time.sleep(POLL_S)
+
+    def _forward(self) -> None:
+        """Send the children the signals that came since the last call."""
+        if len(self.signals) > self.forwarded:
+            self.forwarded = len(self.signals)
+            for child in self.children:
+                child.process.send_signal(signal.SIGINT)
+
+    def _end(self) -> None:
+        """Stop the children that an error has left, as a first signal does."""
+        if self.children and not self.signals:
+            self.signals.append(signal.SIGINT)
+        while self.children:
+            self._forward()
+            self.children = [one for one in self.children if one.process.poll() is None]
             time.sleep(POLL_S)
 
     def left(self) -> list[CellRun]:

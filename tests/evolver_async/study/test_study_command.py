@@ -3,6 +3,8 @@
 import csv
 import signal
 import subprocess
+import sys
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,10 +19,10 @@ from evolver_async.config import Config, StageConfig
 from evolver_async.config.load import dump, load
 from evolver_async.study.cells import configs_of
 from evolver_async.study.definition import Definition
-from evolver_async.study.directory import Study, cold_run, command_of, state_of
+from evolver_async.study.directory import Study, cold_run, command_of, runs_of, state_of
 from evolver_async.study.estimate import RunEstimate, StudyEstimate
 from evolver_async.study.progress import StudyProgress
-from evolver_async.study.scheduler import EndedRun, Scheduler, forget_failures
+from evolver_async.study.scheduler import EndedRun, RunningCell, Scheduler, forget_failures
 from evolver_async.watch.runs import END
 
 RECIPE = """
@@ -302,6 +304,39 @@ def test_the_mappings_of_a_fork_are_those_of_its_cell_alone(recipe: Path, tmp_pa
 def read_cells(out: Path) -> dict[tuple[str, str], dict[str, str]]:
     with open(out / "cells.csv", encoding="utf-8", newline="") as file:
         return {(row["cell"], row["seed"]): row for row in csv.DictReader(file)}
+
+
+SAVING = """
+import pathlib, signal, sys, time
+def save(*_):
+    time.sleep(1)
+    pathlib.Path(sys.argv[1]).touch()
+    sys.exit()
+signal.signal(signal.SIGINT, save)
+print(flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.process
+def test_runs_write_their_checkpoints_when_the_study_itself_fails(tmp_path: Path) -> None:
+    """As when nobody reads its output any more."""
+
+    def report(*_: object) -> None:
+        raise BrokenPipeError
+
+    study = made_study(tmp_path / "study", Definition("r", seeds=(0, 1)))
+    scheduler = Scheduler(study, 2, report)
+    saved = tmp_path / "saved"
+    for run, program in zip(runs_of(study), ("sys.exit(1)", SAVING), strict=True):
+        command = [sys.executable, "-c", f"import sys; {program}", str(saved)]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE)
+        assert process.stdout is not None
+        process.stdout.readline()
+        scheduler.children.append(RunningCell(run, process, time.monotonic()))
+    with pytest.raises(BrokenPipeError):
+        scheduler.run()
+    assert saved.exists()
 
 
 @pytest.mark.process
