@@ -7,7 +7,7 @@ import difflib
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -52,6 +52,8 @@ class Definition:
     cold_start: bool = False  # train the first supervised stages once a seed
 
     def __post_init__(self) -> None:
+        if VARIANT in self.grid or VARIANT in self.overrides:
+            raise ConfigError(f"{VARIANT}: is no key; a study runs all its variants")
         for key, swept in self.tie.items():
             if swept not in self.grid:
                 known = f"; swept are: {', '.join(self.grid)}" if self.grid else ""
@@ -73,7 +75,8 @@ class Definition:
 def read(path: Path) -> Definition | None:
     """Read a study's YAML; None if the file is a recipe. Raises ConfigError."""
     try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        tree = yaml.safe_load(text)
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -81,9 +84,22 @@ def read(path: Path) -> Definition | None:
     if not isinstance(tree, dict) or "recipe" not in tree:
         return None
     try:
+        for key in _repeated(yaml.compose(text, Loader=yaml.SafeLoader)):
+            raise ConfigError(f"{key}: is given twice in one mapping")
         return _of_tree(tree)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
+
+
+def _repeated(node: Any) -> Iterator[str]:
+    """Yield the keys that a mapping has twice: the loader of YAML keeps the last one alone."""
+    parts = node.value if isinstance(node, yaml.SequenceNode) else []
+    if isinstance(node, yaml.MappingNode):
+        names = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        yield from (name for name in names if names.count(name) > 1)
+        parts = [part for _, part in node.value]
+    for part in parts:
+        yield from _repeated(part)
 
 
 def _of_tree(tree: dict[str, Any]) -> Definition:

@@ -141,6 +141,7 @@ def test_keys_are_shortened_as_far_as_they_differ() -> None:
         ({"grid": {"a.b": ("1", "2")}, "overrides": {"a.b": "3"}}, "a.b: is set by the grid and"),
         ({"grid": {"a.b": ("1", "2")}, "tie": {"a.b": "a.b"}}, "a.b: is set by the grid and"),
         ({"grid": {"a.b": ("1", "1")}}, "a.b: a value is repeated: 1, 1"),
+        ({"grid": {"variant": ("x", "z")}, "variants": {"x": {}, "y": {}}}, "variant: is no key"),
     ],
 )
 def test_settings_with_two_sources_are_refused(values: dict, message: str) -> None:
@@ -196,6 +197,8 @@ def test_a_definition_is_read_back_as_it_was_written(tmp_path: Path) -> None:
         ("threshold: 0.8", "threshold: must be metric=number"),
         ("equivalence: -1", "equivalence: must be a number of at least 0"),
         ("cold_start: 3", "cold_start: must be true or false"),
+        ("overrides: {a.b: 1}\noverrides: {c.d: 2}", "overrides: is given twice in one mapping"),
+        ("variants: {x: {a.b: [{c: 1, c: 2}]}}", "c: is given twice in one mapping"),
     ],
 )
 def test_a_wrong_study_names_its_file_and_key(tmp_path: Path, text: str, message: str) -> None:
