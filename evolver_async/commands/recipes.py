@@ -7,6 +7,7 @@ checkout, and holds copies in a wheel.
 import argparse
 import difflib
 import itertools
+import os
 from importlib.resources import files
 from pathlib import Path
 
@@ -21,9 +22,8 @@ def recipe_path(text: str) -> Path:
 
     Raises ConfigError, with the names that are close, if there is neither.
     """
-    path = Path(text)
-    if path.is_file():
-        return path
+    if os.path.isfile(text):
+        return Path(text)
     named = _recipes()
     if text in named:
         return named[text]
@@ -36,7 +36,8 @@ def recipe_path(text: str) -> Path:
 
 def names_file(text: str) -> bool:
     """Return True for an argument that names a recipe or a study, False for a change KEY=VALUE."""
-    return "=" not in text or Path(text).is_file()
+    # Path.is_file raises for a text that is too long for the name of a file
+    return "=" not in text or os.path.isfile(text)
 
 
 def list_recipes(_: argparse.Namespace) -> int:

@@ -232,6 +232,13 @@ def test_resume_needs_a_run_with_a_valid_checkpoint_of_its_own(
     assert (run_dir / "config.yaml").read_bytes() == config
 
 
+def test_a_change_may_be_longer_than_the_name_of_a_file(refused: Refused, run_dir: Path) -> None:
+    prompt = f"override: {{rollout: {{system_prompt: {'x' * 300}}}}}"
+    said = refused("train", "--resume", run_dir, f"stages+={{kind: rl, stps: 1, {prompt}}}")
+    assert said.startswith("stages+.stps: unknown key")
+    assert "is neither a file nor the name of a recipe" in refused("config", "x" * 300)
+
+
 def test_a_recipe_beside_resume_is_refused(refused: Refused, recipe: Path, run_dir: Path) -> None:
     assert f"{recipe}: --resume continues the run's own recipe" in refused(
         "train", recipe, "--resume", run_dir
