@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -71,7 +71,9 @@ def create(
             dump(resolved, run_dir / "config.yaml")
             complete(resolved, run_dir)
         except BaseException:
-            shutil.rmtree(run_dir)
+            with suppress(OSError):  # as of a mount point, which is left empty
+                _clear(run_dir)  # the mark comes last: a second signal leaves it
+                shutil.rmtree(run_dir)
             raise
     return resolved, run_dir
 

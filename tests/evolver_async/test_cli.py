@@ -551,6 +551,50 @@ def test_a_run_whose_creation_was_killed_is_resumed_or_taken_over(tmp_path: Path
         create(config, None)
 
 
+def test_a_directory_that_cannot_be_removed_hides_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the mount point of a volume."""
+    config, remove = Config(stages=[StageConfig(steps=5)]), os.rmdir
+    config.run.dir, config.run.name = str(tmp_path), "x"
+
+    def rmdir(path: str | Path, **place: int) -> None:
+        if Path(path) == tmp_path / "x":
+            raise OSError(errno.EBUSY, "Device or resource busy")
+        remove(path, **place)
+
+    def fill(made: Path) -> None:
+        (made / "policy").mkdir()
+        raise ConfigError("the error")
+
+    monkeypatch.setattr(os, "rmdir", rmdir)
+    with pytest.raises(ConfigError, match=r"^the error$"):
+        create(config, None, fill)
+    assert list((tmp_path / "x").iterdir()) == []
+
+
+def test_a_removal_that_a_second_signal_ends_leaves_the_mark_of_a_creation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, remove, removed = Config(stages=[StageConfig(steps=5)]), os.unlink, []
+    config.run.dir, config.run.name = str(tmp_path), "x"
+
+    def unlink(path: str | Path, **place: int) -> None:
+        removed.append(Path(path).name)
+        remove(path, **place)
+
+    def fill(made: Path) -> None:
+        for name in ("policy/weights", "origin.json", "a", "z"):
+            (made / name).parent.mkdir(exist_ok=True)
+            (made / name).touch()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "unlink", unlink)
+    with pytest.raises(KeyboardInterrupt):
+        create(config, None, fill)
+    assert sorted(removed[-2:]) == [".creating", "lock"] and not (tmp_path / "x").exists()
+
+
 def test_the_actors_that_an_earlier_launch_was_asked_for_are_forgotten(run_dir: Path) -> None:
     scale(run_dir, "5")
     resume(run_dir, [])
