@@ -483,6 +483,19 @@ def test_a_new_run_knows_the_exact_values_of_its_maps(tmp_path: Path) -> None:
     assert {stage for stage, _ in exact_values(made)} == {0, 1, 2, 3}
 
 
+@pytest.mark.process
+def test_a_change_that_leaves_no_room_for_a_turn_is_refused_on_resume(tmp_path: Path) -> None:
+    config = Config(stages=[StageConfig(steps=5)], launch=LaunchConfig(kind="serial"))
+    config.run.dir, config.eval.episodes, config.eval.final_episodes = str(tmp_path), 4, 4
+    _, made = create(config, None)
+    before = (made / "config.yaml").read_bytes()
+    later = "stages+={kind: rl, steps: 5, override: {policy: {max_length: 20}}}"
+    for change in ("policy.max_length=20", later):
+        with pytest.raises(ConfigError, match=r"^policy\.max_length: 20 is too short for a first"):
+            resume(made, [change])
+    assert (made / "config.yaml").read_bytes() == before
+
+
 def preparing(tmp_path: Path) -> tuple["subprocess.Popen[str]", psutil.Process]:
     """A `train` whose policy is just being prepared, and the process that does."""
     recipe = tmp_path / "recipe.yaml"
