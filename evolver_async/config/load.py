@@ -23,6 +23,7 @@ from evolver_async.config.secrets import escaped
 from evolver_async.config.sections import Config
 from evolver_async.config.sections.learner import by_kind
 from evolver_async.config.values.errors import ConfigError
+from evolver_async.files import write_whole
 
 
 def load(path: Path | str | None, dotlist: Sequence[str] = ()) -> Config:
@@ -104,8 +105,8 @@ def _rolled_back(stage: Config, rollbacks: int) -> Config:
 
 
 def dump(config: Config, path: Path) -> None:
-    """Write the whole configuration as YAML that `load` reads back."""
-    path.write_text(to_yaml(config), encoding="utf-8")
+    """Write the whole configuration as YAML that `load` reads back. The file is never torn."""
+    write_whole(path, to_yaml(config))
 
 
 def to_yaml(config: Config) -> str:

@@ -26,6 +26,7 @@ from evolver_async.config.load import dump, stage_config
 from evolver_async.config.paths import directory_of, with_absolute_paths, with_task_paths
 from evolver_async.config.values.errors import ConfigError
 from evolver_async.errors import USER_ERROR, Unrecoverable
+from evolver_async.files import write_whole
 from evolver_async.launch.registry import resolve
 from evolver_async.launch.run_directory import (
     CREATING,
@@ -33,7 +34,6 @@ from evolver_async.launch.run_directory import (
     LOCK,
     last_lines,
     locked,
-    write_whole,
 )
 from evolver_async.launch.start_checks import check_start
 from evolver_async.process.setup import RoleArgs

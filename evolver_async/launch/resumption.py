@@ -57,9 +57,7 @@ def resume(run_dir: Path, dotlist: Sequence[str], step: int | str | None = None)
         measure(config, run_dir)
     config = with_own_tasks(config, run_dir)
     if config != load(run_dir / "config.yaml"):
-        part = run_dir / ".config.yaml"
-        dump(config, part)
-        part.replace(run_dir / "config.yaml")
+        dump(config, run_dir / "config.yaml")
     if step is not None and chosen is not None:
         history.go_back(checkpoints, chosen, lambda _: None)
         (run_dir / PAUSED).unlink(missing_ok=True)

@@ -22,6 +22,7 @@ from typing import Any
 from evolver_async.config import Config, ConfigError
 from evolver_async.config.load import load
 from evolver_async.config.paths import with_task_paths
+from evolver_async.files import write_whole
 from evolver_async.metrics.launches import LAUNCHES
 from evolver_async.metrics.tail import Tail
 
@@ -75,16 +76,6 @@ def announce(run_dir: Path, address: str) -> int:
         launches = 1 + len(Tail(run_dir / LAUNCHES).rows())
     write_whole(path, json.dumps({"address": address, "pid": os.getpid(), "launches": launches}))
     return launches
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a file that exists completely or, after a power cut too, as it was before."""
-    part = path.with_name(f".{path.name}")
-    with open(part, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    part.replace(path)
 
 
 def facts_of(path: Path) -> dict[str, Any] | None:

@@ -14,6 +14,7 @@ from typing import Any, Literal
 from evolver_async.config import Config, ConfigError
 from evolver_async.config.load import dump, load
 from evolver_async.config.secrets import escaped, mask
+from evolver_async.files import write_whole
 from evolver_async.study import definition as definitions
 from evolver_async.study.cells import Cell, as_arguments, cells_of, cold_stages, differences
 from evolver_async.study.definition import Definition, flow
@@ -89,7 +90,7 @@ def begin(study: Study) -> None:
         (study.out / "cells").mkdir(parents=True, exist_ok=True)
         for name, config in study.configs.items():
             dump(config, _frozen(study.out, name))
-    _replace(study.out / DEFINITION, definitions.dump(study.definition))
+    write_whole(study.out / DEFINITION, definitions.dump(study.definition))
 
 
 def refuse_another(before: Study, after: Study) -> None:
@@ -209,10 +210,4 @@ def record_failure(out: Path, name: str, error: str | None) -> None:
     failures = {key: text for key, text in read_failures(out).items() if key != name}
     if error is not None:
         failures[name] = error
-    _replace(out / FAILURES, f"{json.dumps(failures, indent=1, ensure_ascii=False)}\n")
-
-
-def _replace(path: Path, text: str) -> None:
-    part = path.with_name(f".{path.name}")
-    part.write_text(text, encoding="utf-8")
-    part.replace(path)
+    write_whole(out / FAILURES, f"{json.dumps(failures, indent=1, ensure_ascii=False)}\n")

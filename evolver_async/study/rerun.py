@@ -24,13 +24,13 @@ from evolver_async.config.rerun_changes import (
     changes_stage,
     refuse_data_changes,
 )
+from evolver_async.files import write_whole
 from evolver_async.launch.run_directory import (
     EXACT,
     config_of,
     facts_of,
     origin_of,
     record_origin,
-    write_whole,
 )
 from evolver_async.results.run import RunResults
 from evolver_async.results.takes import RecordedTakes

@@ -15,7 +15,8 @@ from typing import Any
 
 from evolver_async.checkpoint.directory import resumable
 from evolver_async.config.load import load
-from evolver_async.launch.run_directory import last_lines, write_whole
+from evolver_async.files import write_whole
+from evolver_async.launch.run_directory import last_lines
 from evolver_async.metrics.alarms import alarms_line
 from evolver_async.metrics.lineages import current_rows, key_of
 from evolver_async.metrics.tail import Tail

@@ -1,5 +1,6 @@
 """Files of a run directory that a power cut or a full disk has emptied or torn."""
 
+import errno
 import os
 from pathlib import Path
 
@@ -7,11 +8,12 @@ import pytest
 
 from evolver_async.commands.training import _alert_of_end
 from evolver_async.config import Config, ConfigError, StageConfig
+from evolver_async.config.load import dump, load
 from evolver_async.launch import run_directory
 from evolver_async.launch.creation import measure
 from evolver_async.metrics import launches
 from evolver_async.metrics.alerts import ALERTS
-from evolver_async.study.directory import ended
+from evolver_async.study.directory import ended, read_failures, record_failure
 from evolver_async.watch import runs
 from evolver_async.watch.live import EXACT, _feed_status, exact_values
 from evolver_async.watch.throughput import Setup
@@ -104,3 +106,22 @@ def test_torn_facts_count_as_unknown(run_dir: Path, content: str) -> None:
         (run_dir / name).write_text(content)
     assert run_directory.origin_of(run_dir) is None
     assert exact_values(run_dir) == {}
+
+
+def test_a_configuration_and_failures_are_as_before_if_the_disk_does_not_take_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An empty configuration would be read as that of a run with all defaults."""
+    path, config = tmp_path / "config.yaml", Config(stages=[StageConfig(steps=1)])
+    dump(config, path)
+    record_failure(tmp_path, "a-s0", "no memory")
+
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space"):
+        dump(Config(stages=[StageConfig(steps=2)]), path)
+    with pytest.raises(OSError, match="No space"):
+        record_failure(tmp_path, "a-s1", "no disk")
+    assert load(path) == config and read_failures(tmp_path) == {"a-s0": "no memory"}
