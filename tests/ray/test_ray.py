@@ -41,13 +41,14 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def node(**resources: float) -> dict[str, Any]:
-    return {"Resources": resources, "NodeManagerAddress": "10.0.0.1", "NodeID": "ab"}
+def node(name: str, **resources: float) -> dict[str, Any]:
+    return {"Resources": resources, "NodeManagerAddress": "10.0.0.1", "NodeID": name}
 
 
-ONE, TWO = [node(CPU=4.0, GPU=2.0)], [node(CPU=4.0)] * 2
+ONE, TWO = [node("home", CPU=4.0, GPU=2.0)], [node("home", CPU=4.0), node("other", CPU=4.0)]
+ELSEWHERE = [node("home", CPU=4.0), node("other", CPU=4.0, GPU=2.0)]
 TCP = "buffer.address=tcp://10.0.0.1:4000"
-KEYS = "security.keys=k"
+KEYS, SHARED = "security.keys=k", "weights.dir=/shared"
 
 
 @pytest.mark.parametrize(
@@ -58,11 +59,22 @@ KEYS = "security.keys=k"
         (
             ONE,
             ["learner.ranks=4", "launch.ray.learner_gpus=1"],
-            "4 with 1 GPUs each need 4 there, and the largest node has 2",
+            "4 with 1 GPUs each need 4 there, and the node of the buffer",
+        ),
+        (
+            ELSEWHERE,
+            ["launch.ray.learner_gpus=1"],
+            "1 with 1 GPUs each need 1 there, and the node of the buffer",
+        ),
+        (ELSEWHERE, ["launch.ray={learner_gpus: 1, shared: true}", TCP, KEYS, SHARED], ""),
+        (
+            ELSEWHERE,
+            ["launch.ray={learner_gpus: 3, shared: true}"],
+            "1 with 3 GPUs each need 3 there, and the largest node has 2",
         ),
         (TWO, [], "buffer.address: processes on 2 nodes need tcp://HOST:PORT"),
         (TWO, [TCP, KEYS], "weights.kind: shm in /dev/shm belongs to one host"),
-        (TWO, [TCP, KEYS, "weights.dir=/shared"], ""),
+        (TWO, [TCP, KEYS, SHARED], ""),
         (ONE, ["launch.ray.address=ray://h:1"], "buffer.address: processes on ray://h:1 need tcp"),
     ],
 )
@@ -71,9 +83,9 @@ def test_what_these_nodes_cannot_do_is_named(
 ) -> None:
     config = load(None, ["launch.kind=ray", "stages=[{steps: 1}]", *changes])
     if not message:
-        return check(config, nodes)
+        return check(config, nodes, "home")
     with pytest.raises(ConfigError, match=re.escape(message)):
-        check(config, nodes)
+        check(config, nodes, "home")
     return None
 
 

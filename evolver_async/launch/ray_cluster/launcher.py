@@ -28,8 +28,8 @@ def run(config: Config, run_dir: Path) -> int:
     try:
         connect(config)
         nodes = [node for node in ray.nodes() if node["Alive"]]
-        check(config, nodes)
         home = home_of(config, nodes)
+        check(config, nodes, home)
         for parent in (Path(config.weights.dir), Path(tempfile.gettempdir())):
             sweep(parent)
         claims.append(claim(make_weights_dir(config, run_dir)))
@@ -91,15 +91,17 @@ def demand(config: Config) -> tuple[float, float]:
     return cpus, actors * asked.actor_gpus + ranks * asked.learner_gpus
 
 
-def check(config: Config, nodes: list[dict[str, Any]]) -> None:
-    """Raise ConfigError for what cannot work on these nodes."""
+def check(config: Config, nodes: list[dict[str, Any]], home: str) -> None:
+    """Raise ConfigError for what cannot work on these nodes, of which `home` is the buffer's."""
     asked, ranks = config.launch.ray, config.learner.ranks
+    places = [one for one in nodes if asked.shared or one["NodeID"] == home]
+    which = "largest node" if asked.shared else "node of the buffer, without launch.ray.shared,"
     for name, each in (("CPU", asked.learner_cpus), ("GPU", asked.learner_gpus)):
-        largest = max(node["Resources"].get(name, 0.0) for node in nodes)
+        largest = max((one["Resources"].get(name, 0.0) for one in places), default=0.0)
         if ranks * each > largest:
             raise ConfigError(
                 f"learner.ranks: all ranks run on one node: {ranks} with {each:g} {name}s each need"
-                f" {ranks * each:g} there, and the largest node has {largest:g}"
+                f" {ranks * each:g} there, and the {which} has {largest:g}"
             )
     if len(nodes) == 1 and not asked.address.startswith("ray://"):
         return
