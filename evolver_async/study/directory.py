@@ -62,8 +62,8 @@ def runs_of(study: Study) -> list[CellRun]:
 
 
 def cold_run(study: Study, seed: int) -> CellRun:
-    """Return the cold start of a seed."""
-    return CellRun(None, seed, study.out / "cold" / f"cold-s{seed}")
+    """Return the cold start of a seed, whose name no run of a cell has."""
+    return CellRun(None, seed, study.out / "cold" / f"cold-{seed}")
 
 
 def existing(out: Path) -> Study | None:

@@ -282,10 +282,18 @@ def test_states_follow_from_what_runs_have_left(study: Study) -> None:
 def test_a_failed_cold_start_fails_the_cells_of_its_seed(tmp_path: Path) -> None:
     definition = Definition("r", seeds=(0, 1), grid=LAGS.grid, cold_start=True)
     study = made_study(tmp_path / "study", definition)
-    record_failure(study.out, "cold-s0", "no memory")
+    record_failure(study.out, "cold-0", "no memory")
     states = [(result.run.seed, result.state, result.error) for result in results_of(study)]
     error = "its cold start failed: no memory"
     assert states == [(0, "failed", error)] * 2 + [(1, "waiting", "")] * 2
+
+
+def test_the_failure_of_a_variant_called_cold_is_none_of_the_cold_start(tmp_path: Path) -> None:
+    variants = {"cold": {"learner.lr": "1e-3"}, "warm": {"learner.lr": "1e-4"}}
+    study = made_study(tmp_path, Definition("r", variants=variants, cold_start=True))
+    record_failure(study.out, run_of(study, "cold", 0).name, "it fell")
+    assert state_of(study, run_of(study, "cold", 0)) == ("failed", "it fell")
+    assert state_of(study, run_of(study, "warm", 0)) == ("waiting", "")
 
 
 def test_another_study_is_refused_and_named(study: Study) -> None:

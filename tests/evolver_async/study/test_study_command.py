@@ -216,9 +216,9 @@ def test_a_cold_start_comes_before_the_cells_of_its_seed(tmp_path: Path) -> None
     def ignore(end: EndedRun, left: int) -> None: ...
 
     names = lambda: [run.name for run in Scheduler(study, 1, ignore).ready()]  # noqa: E731
-    assert names() == ["cold-s0", "cold-s1"]
+    assert names() == ["cold-0", "cold-1"]
     write_cold(study, 0, 0.3)
-    assert names() == ["lr-1e-3-s0", "lr-1e-4-s0", "cold-s1"]
+    assert names() == ["lr-1e-3-s0", "lr-1e-4-s0", "cold-1"]
 
 
 def test_what_is_left_follows_the_runs_and_cold_starts_that_have_finished(
