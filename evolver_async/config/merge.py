@@ -184,6 +184,8 @@ def _refuse_unknown(tree: Any, kind: type, prefix: str) -> None:
             raise ConfigError(f"{prefix}{name}: unknown key{_hint(str(name), types, prefix)}")
         if get_origin(types[name]) is list and isinstance(value, dict | DictConfig):
             raise ConfigError(f"{prefix}{name}: must be a list, which is given whole, is {value!r}")
+        if get_origin(types[name]) is dict and isinstance(value, list | ListConfig):
+            raise ConfigError(f"{prefix}{name}: must be a mapping, is {value!r}")
         if is_dataclass(types[name]):
             _refuse_unknown(value, types[name], f"{prefix}{name}.")
         item = item_kind(types[name])

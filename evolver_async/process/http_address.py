@@ -13,7 +13,7 @@ def naming(key: str, address: str) -> Iterator[None]:
     """Raise ConfigError, which names the key and the address, instead of the error of a socket."""
     try:
         yield
-    except (OSError, OverflowError) as error:
+    except (OSError, OverflowError, UnicodeError) as error:
         cause = getattr(error, "strerror", None) or error
         raise ConfigError(f"{key}: {address}: {cause}") from None
 

@@ -122,6 +122,7 @@ def test_an_argument_about_a_stage_leaves_references_in_it(monkeypatch) -> None:
         ("stages=null", "stages: must be a list"),
         ("tasks.mixture.0.weight=2", "tasks.mixture: must be a list, which is given whole"),
         ("learner.betas[0]=.5", "learner.betas: must be a list, which is given whole"),
+        ("env.params=[1]", "env.params: must be a mapping, is [1]"),
         ("lr", "'lr': arguments are written section.key=value"),
     ],
 )

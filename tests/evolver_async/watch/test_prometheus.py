@@ -170,7 +170,7 @@ def test_a_run_is_not_made_if_its_address_is_taken(
     assert not [*tmp_path.glob("runs/*")]
 
 
-@pytest.mark.parametrize("address", ["127.0.0.1:99999", "nowhere.invalid:80"])
+@pytest.mark.parametrize("address", ["127.0.0.1:99999", "nowhere.invalid:80", "no..where:80"])
 def test_an_address_that_is_none_is_refused_before_a_start(address: str) -> None:
     with pytest.raises(ConfigError, match=f"metrics.prometheus: {address}: "):
         check_free("metrics.prometheus", address)
