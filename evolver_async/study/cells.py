@@ -10,6 +10,7 @@ from typing import Any
 
 from evolver_async.config import Config, ConfigError
 from evolver_async.config.load import load, stage_config
+from evolver_async.config.paths import with_absolute_paths
 from evolver_async.config.secrets import escaped
 from evolver_async.config.sections.run import SUPERVISED
 from evolver_async.config.values.rules import keys
@@ -82,7 +83,8 @@ def _name(swept: Mapping[str, str], number: int) -> str:
 def configs_of(definition: Definition, recipe: Path, cells: Sequence[Cell]) -> dict[str, Config]:
     """Return the checked configuration of every cell by its name. Raises ConfigError.
 
-    The journals of a study keep everything unless the recipe or an argument says otherwise. The
+    Its paths are absolute, so that the study can be continued from another working directory. The
+    journals of a study keep everything unless the recipe or an argument says otherwise. The
     argument of a whole mapping or list comes before those of its parts, whichever axis they are of.
     """
     common = [f"{key}={value}" for key, value in definition.overrides.items()]
@@ -93,7 +95,7 @@ def configs_of(definition: Definition, recipe: Path, cells: Sequence[Cell]) -> d
             if text.startswith(tuple(f"{key}=" for key in OWN_KEYS)) or text.startswith("run="):
                 raise ConfigError(f"{text.partition('=')[0]}: is set by the study itself")
         with _named(cell.name, len(cells)):
-            config = load(recipe, texts)
+            config = with_absolute_paths(load(recipe, texts))
             said = any(text.startswith("buffer.archive=") for text in texts)
             if config.buffer.archive == "none" and not said:
                 config = replace(config, buffer=replace(config.buffer, archive="all"))

@@ -115,6 +115,16 @@ def test_a_part_of_what_a_variant_sets_as_a_whole_is_set_in_all_cells() -> None:
         assert config.eval.every == 5
 
 
+def test_a_study_goes_on_from_another_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    definition = Definition("bandit", overrides={"policy.path": "model"})
+    recipe = ROOT / "configs" / "bandit.yaml"
+    (config,) = configs_of(definition, recipe, cells_of(definition)).values()
+    assert config.policy.path == str(tmp_path / "model")
+
+
 def test_names_are_plain_directory_names_and_differ() -> None:
     values = ("[a, b]", "a/b", "a b")
     names = [cell.name for cell in cells_of(Definition("r", grid={"tasks.path": values}))]
