@@ -148,6 +148,8 @@ class Supervisor:
             self.move(child)
             return None
         if child.due is None and (child.moves or any(map(self.spawner.lost, child.processes))):
+            if self.spawner.bound(child.role):
+                raise RunFailed(f"{child.name} is lost with its node, and has no other place", 1)
             left = "has left a node that is drained" if child.moves else "is lost with its node"
             log.warning("%s %s, and starts on another", child.name, left)
             return self.restart(child, now)

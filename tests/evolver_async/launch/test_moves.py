@@ -12,7 +12,7 @@ import pytest
 from evolver_async.config import Config
 from evolver_async.errors import STOPPED
 from evolver_async.launch.child import Child, Handle, Spawner
-from evolver_async.launch.supervisor import Supervisor
+from evolver_async.launch.supervisor import RunFailed, Supervisor
 
 pytestmark = pytest.mark.process
 
@@ -99,6 +99,14 @@ def test_the_run_ends_where_the_node_of_its_buffer_is_drained(
         supervisor.supervise(buffer, time.monotonic())
     assert buffer.process.poll() is None
     assert "the node of buffer is drained: the run ends and can be resumed" in caplog.text
+
+
+def test_the_run_ends_where_the_node_of_its_buffer_is_lost(supervisor: Supervisor) -> None:
+    buffer = supervisor.add("buffer", "buffer")
+    supervisor.spawner.gone = ("buffer",)
+    buffer.process.kill()
+    with pytest.raises(RunFailed, match="buffer is lost with its node, and has no other place"):
+        after(supervisor, buffer)
 
 
 SAVING = f"""
