@@ -1,6 +1,7 @@
 """Checks before a start that need more than the configuration: paths, wings, addresses, GPUs."""
 
 import os
+import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
 from importlib.util import find_spec
@@ -20,7 +21,8 @@ from evolver_async.metrics.sinks import sink_of
 from evolver_async.metrics.wandb_process import has_key
 from evolver_async.process.addresses import experience_address, keys_of
 from evolver_async.process.http_address import check_free
-from evolver_async.process.private_directories import sweep
+from evolver_async.process.private_directories import PREFIX, sweep
+from evolver_async.transport.addresses import IPC_PATH_BYTES
 from evolver_async.transport.keys import KeysError, check_keys
 from evolver_async.transport.server import check_address
 from evolver_async.weights.channel.base import listen
@@ -99,6 +101,19 @@ def check_addresses(config: Config) -> None:
             raise ConfigError(str(error.strerror)) from None
 
 
+def check_temporary(config: Config) -> None:
+    """Raise ConfigError if the path of a socket of the launch would be too long for the kernel."""
+    if config.launch.kind == "serial" or config.buffer.address:
+        return
+    buffer = str(Path(tempfile.gettempdir(), f"{PREFIX}12345678", "buffer"))
+    size = max(len(os.fsencode(path)) for path in (buffer, experience_address(config, buffer)))
+    if size > IPC_PATH_BYTES:
+        raise ConfigError(
+            f"buffer.address: its socket in {tempfile.gettempdir()} (TMPDIR) would have a path of"
+            f" {size} bytes, more than {IPC_PATH_BYTES}; set a shorter TMPDIR"
+        )
+
+
 def _refuse_equal(addresses: Sequence[tuple[str, str]]) -> None:
     """Raise ConfigError for an address that two keys name."""
     names: dict[str, str] = {}
@@ -129,6 +144,6 @@ def _check_own(config: Config) -> None:
 
 
 CHECKS = (
-    *(check_paths, check_wings, _check_own, check_addresses, _check_prometheus),
+    *(check_paths, check_wings, _check_own, check_addresses, check_temporary, _check_prometheus),
     *(_check_ray, _check_gpus, _check_wandb, _sweep, check_memory, check_gpu_memory),
 )

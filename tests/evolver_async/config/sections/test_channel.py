@@ -1,13 +1,14 @@
 """Which weight channel a configuration means, and which it refuses, by key."""
 
 import socket
+import tempfile
 
 import pytest
 
 from evolver_async.config import ConfigError
 from evolver_async.config.load import load
 from evolver_async.config.sections.channel import channel
-from evolver_async.launch.start_checks import check_addresses
+from evolver_async.launch.start_checks import check_addresses, check_temporary
 
 STEPS = "stages=[{kind: rl, steps: 1}]"
 ONE_GPU = "launch.gpus={actors: [0], learner: [0]}"
@@ -98,3 +99,18 @@ def test_an_address_that_cannot_be_used_twice_or_is_too_long_is_refused_before_a
     with pytest.raises(ConfigError) as refused:
         check_addresses(config)
     assert str(refused.value).startswith(message)
+
+
+@pytest.mark.parametrize("kind", ["none", "contrast"])
+def test_a_temporary_directory_with_too_long_a_path_is_refused_before_anything_starts(
+    monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """The service of experience has the longest address; without it a run would be unguided."""
+    longest = {"none": 107, "contrast": 96}[kind] - len("/evolver-12345678/buffer")
+    config = load(None, [STEPS, f"experience.kind={kind}"])
+    monkeypatch.setattr(tempfile, "tempdir", "/".ljust(longest, "t"))
+    check_temporary(config)
+    monkeypatch.setattr(tempfile, "tempdir", "/".ljust(longest + 1, "t"))
+    with pytest.raises(ConfigError, match=r"^buffer\.address: its socket in /t+ \(TMPDIR\) would"):
+        check_temporary(config)
+    check_temporary(load(None, [STEPS, "launch.kind=serial"]))
