@@ -74,10 +74,13 @@ def _check_prometheus(config: Config) -> None:
 
 
 def check_addresses(config: Config) -> None:
-    """Raise ConfigError for invalid keys, and for an address that is open to others or in use."""
-    if config.launch.kind != "local":
+    """Raise ConfigError for invalid keys, and for an address that is open to others or in use.
+
+    The nodes of a cluster have the addresses of its run, so they alone can tell the latter.
+    """
+    if config.launch.kind == "serial":
         return
-    keys = keys_of(config)
+    here, keys = config.launch.kind == "local", keys_of(config)
     addresses = [("buffer.address", config.buffer.address)]
     if config.experience.kind != "none" and config.experience.address:
         addresses.append(("experience.address", config.experience.address))
@@ -90,11 +93,11 @@ def check_addresses(config: Config) -> None:
         if keys is not None:
             check_keys(keys)
         for name, address in addresses:
-            if address:
+            if here and address:
                 _check_address(name, address, keys)
     except KeysError as error:
         raise ConfigError(f"security.keys: {error}") from None
-    if config.weights.address:
+    if here and config.weights.address:
         try:
             listen(*host_and_port(config.weights.address)).close()
         except OSError as error:

@@ -114,3 +114,12 @@ def test_a_temporary_directory_with_too_long_a_path_is_refused_before_anything_s
     with pytest.raises(ConfigError, match=r"^buffer\.address: its socket in /t+ \(TMPDIR\) would"):
         check_temporary(config)
     check_temporary(load(None, [STEPS, "launch.kind=serial"]))
+
+
+def test_the_keys_of_a_cluster_are_checked_and_its_addresses_are_not() -> None:
+    elsewhere = [STEPS, "launch.kind=ray", "buffer.address=tcp://192.0.2.1:4000"]
+    config = load(None, [*elsewhere, "security.keys=/nowhere"])
+    with pytest.raises(ConfigError, match=r"^security\.keys: /nowhere: is not a directory"):
+        check_addresses(config)
+    weights = ["weights.address=tcp://192.0.2.1:4001", "weights.trusted_network=true"]
+    check_addresses(load(None, [STEPS, "launch.kind=ray", *weights]))
