@@ -413,6 +413,7 @@ def test_references_are_kept_as_text_and_read_where_they_are_used(
     ("entry", "said"),
     [
         ("env.params.api_key=hunter2", r"env\.params\.api_key: looks like a secret"),
+        ("judge.params.api_key=hunter2", r"judge\.params\.api_key: looks like a secret: set an"),
         ("env.params.a={authorization: {b: hunter2}}", r"env\.params\.a\.authorization\.b: looks"),
         ("env.params.password='${oc.env:A,hunter2}'", r"env\.params\.password: looks"),
         ("stages=[{steps: 1, override: {env: {params: {key: hunter2}}}}]", r"params\.key: looks"),

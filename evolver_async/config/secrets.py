@@ -19,6 +19,7 @@ from evolver_async.config.values.errors import ConfigError, references
 
 # Sections with keys of the user's own, without list indices. A stage's override can hold them too.
 FREE = ("env.params", "tasks.mixture.params")
+JUDGE = "judge.params"  # of a judge of one's own: no reference stays one there
 MASK = "***"
 SHORTEST = 8  # characters of a masked text: a shorter one would occur in unrelated words
 REFERENCE = re.compile(r"\$\{oc\.env:([A-Za-z_]\w*)\}")
@@ -96,10 +97,10 @@ def without_secrets(config: Mapping[str, Any]) -> dict[str, Any]:
 def refuse_written(tree: Mapping[str, Any]) -> None:
     """Raise ConfigError for a secret in the raw configuration, or one that a file would hold."""
     for key, text, free, secret in _texts(tree, "", False, False):
-        if free and secret and text and not REFERENCE.search(text):
+        if secret and text and not (free and REFERENCE.search(text)):
+            refer = "write ${oc.env:NAME}" if free else "read it in your function"
             raise ConfigError(
-                f"{key}: looks like a secret: set an environment variable and write"
-                " ${oc.env:NAME}"
+                f"{key}: looks like a secret: set an environment variable and {refer}"
             )
         if free and REFERENCE.search(text) and "${" in REFERENCE.sub("", text):
             raise ConfigError(f"{key}: can refer to environment variables or to keys, not to both")
@@ -157,13 +158,15 @@ def escaped(node: Any, key: str = "") -> Any:
 
 
 def _texts(node: Any, key: str, free: bool, secret: bool) -> Iterator[tuple[str, str, bool, bool]]:
-    """Yield every text with its key, True if the key is free, and True if its name is secret."""
+    """Yield every text with its key, True if the key is free, and True if a parameter's name is
+    secret."""
     if isinstance(node, Mapping):
         for name, value in node.items():
             deeper = f"{key}.{name}".lstrip(".")
             plain = f".{INDEX.sub('', deeper)}"
             inside = free or any(plain.endswith(f".{path}") for path in FREE)
-            yield from _texts(value, deeper, inside, secret or (free and looks_secret(str(name))))
+            named = (free or f".{JUDGE}." in plain) and looks_secret(str(name))
+            yield from _texts(value, deeper, inside, secret or named)
     elif isinstance(node, list | tuple):
         for index, value in enumerate(node):
             yield from _texts(value, f"{key}[{index}]", free, secret)
