@@ -4,7 +4,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -20,6 +20,7 @@ pytestmark = pytest.mark.process
 class Places(Spawner):
     """Spawner of processes that sleep; some are at a place that is drained or lost."""
 
+    started: Callable[[], None] = staticmethod(lambda: None)  # is called after each start
     drained: tuple[str, ...] = ()
     gone: tuple[str, ...] = ()
 
@@ -28,6 +29,7 @@ class Places(Spawner):
     ) -> Handle:
         process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
         self.names[process.pid] = name
+        self.started()
         return process
 
     def moves(self, handle: Handle) -> bool:
@@ -107,6 +109,12 @@ def test_the_run_ends_where_the_node_of_its_buffer_is_lost(supervisor: Superviso
     buffer.process.kill()
     with pytest.raises(RunFailed, match="buffer is lost with its node, and has no other place"):
         after(supervisor, buffer)
+
+
+def test_no_actor_is_started_after_a_signal(supervisor: Supervisor) -> None:
+    supervisor.spawner.started = lambda: supervisor.signals.append(signal.SIGINT)
+    supervisor.scale(time.monotonic())
+    assert [child.name for child in supervisor.children] == ["actor-0"]
 
 
 SAVING = f"""
