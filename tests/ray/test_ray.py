@@ -5,16 +5,20 @@ import signal
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import pytest
+import ray
 from launches import Launch, alive, wait_for
+from ray.exceptions import RuntimeEnvSetupError
 
 from evolver_async.checkpoint.directory import valid
 from evolver_async.cli import main
 from evolver_async.config import ConfigError
 from evolver_async.config.load import load
+from evolver_async.launch.ray_cluster.handle import RayHandle
 from evolver_async.launch.ray_cluster.host import Order
 from evolver_async.launch.ray_cluster.launcher import check
 from evolver_async.launch.ray_cluster.spawner import forwarded
@@ -101,6 +105,23 @@ def test_variables_are_sent_to_which_the_configuration_refers(
     assert {"A_TOKEN", "JUDGE_KEY", "WANDB_ENTITY"} <= sent.keys() and "OTHER_KEY" not in sent
     order = Order([], {}, "", secrets=sent, keys={"client.secret": b"key"})
     assert "a_token" not in repr(order) and "key" not in repr(order)
+
+
+def test_a_process_that_ray_cannot_place_has_ended_with_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with a runtime_env that cannot be made, or on a node that is gone."""
+
+    def get(_: object) -> None:
+        raise RuntimeEnvSetupError("no such environment")
+
+    monkeypatch.setattr(ray, "wait", lambda replies, timeout: (replies, []))
+    monkeypatch.setattr(ray, "get", get)
+    host = SimpleNamespace(start=SimpleNamespace(remote=lambda order: order))
+    handle = RayHandle("actor-0", host, Order([], {}, ""), "1 CPUs", tmp_path / "actor-0.log")
+    assert handle.poll() == 1
+    said = (tmp_path / "actor-0.log").read_text()
+    assert "its node cannot start it: " in said and "no such environment" in said
 
 
 def descendants(run: Launch) -> dict[str, psutil.Process]:

@@ -7,7 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import ray  # pyright: ignore[reportMissingImports]
-from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError  # pyright: ignore[reportMissingImports]
+from ray.exceptions import (  # pyright: ignore[reportMissingImports]
+    ActorUnavailableError,
+    RayActorError,
+    RayError,
+    RayTaskError,
+)
 
 from evolver_async.launch.ray_cluster.host import Order
 
@@ -48,8 +53,9 @@ class RayHandle:
             except RayActorError as error:
                 self._note(f"its Ray actor is lost: {' '.join(str(error).split())}")
                 self._code = -signal.SIGKILL
-            except RayTaskError as error:
-                self._note(f"its node cannot start it: {error.cause}")
+            except RayError as error:  # of its own start, of runtime_env, or no node may have it
+                cause = error.cause if isinstance(error, RayTaskError) else error
+                self._note(f"its node cannot start it: {' '.join(str(cause).split())}")
                 self._code = 1
         if not (self._placed or self.said) and time.monotonic() - self.began > PATIENCE_S:
             self.said = True
