@@ -31,6 +31,7 @@ LAUNCHERS = {
 ROLES = PROCESSES | {
     "eval": "actors.evaluate:evaluate",  # (run_dir, episodes, step, split) -> text
     "exact": "actors.envs.exact:exact_of_first",  # (tasks, counts, max_turns) -> values by count
+    "embedder": "actors.experience.embed:load_embedder",  # (experience) -> embedder, cosine
     "vocabulary": "actors.envs.vocabulary:vocabulary_of",  # (config) -> words
     "check_prompts": "actors.checks.prompts:check",  # (config) -> None
     "export": "learner.tools.export:export",  # (run_dir, out, step) -> one line

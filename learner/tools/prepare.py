@@ -21,12 +21,13 @@ NAMES_KEY = re.compile(r"(policy|learner)\.[a-z_.]+: ")
 def main(args: RoleArgs) -> int:
     """Write the tiny preset if the run has no policy directory; refuse a broken one.
 
-    ConfigError if the context is too short for the environment's prompts, or if a key needs a GPU
-    that is not here.
+    ConfigError if the context is too short for the environment's prompts, if a key needs a GPU that
+    is not here, or if the embedder cannot be loaded.
     """
     config = load(args.run_dir / "config.yaml", [])
     for problem in _missing_gpus(config):
         raise ConfigError(problem)
+    _check_embedder(config)
     try:
         _make(config, args.run_dir / "policy")
         _load(config)
@@ -57,6 +58,16 @@ def _missing_gpus(config: Config) -> Iterator[str]:
         yield f"weights.kind: is cuda_ipc, {seen}"
     if config.learner.token_budget == 0 and not count:
         yield "learner.token_budget: there is no GPU to measure; set a number of tokens"
+
+
+def _check_embedder(config: Config) -> None:
+    """Load the embedder once: without its service a run would go on, but unguided."""
+    used = config.experience.kind != "none" or config.questioning.kind == "llm"
+    if used and config.experience.embedder != "hash":
+        try:
+            resolve("embedder")(config.experience)
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
 
 
 def _make(config: Config, directory: Path) -> None:

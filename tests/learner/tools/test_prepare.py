@@ -150,3 +150,10 @@ def test_the_gpus_of_a_cluster_are_not_looked_for_here(
     asked += ["learner.token_budget=0", "policy.path=anywhere"]
     with pytest.raises(ConfigError, match=r"^policy\.path: "):
         prepare.main(arguments(tmp_path, *asked))
+
+
+def test_a_directory_without_an_embedder_is_refused(tmp_path: Path) -> None:
+    """The service of experience would fail, and the run would go on unguided."""
+    guided = ["experience.kind=contrast", f"experience.embedder={tmp_path}"]
+    with pytest.raises(ConfigError, match=r"^experience\.embedder: "):
+        prepare.main(arguments(tmp_path, *guided))
