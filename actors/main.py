@@ -27,6 +27,7 @@ from evolver_async.process.setup import RoleArgs
 from evolver_async.process.versions import versions
 from evolver_async.protocol import messages
 from evolver_async.protocol.envelope import SCHEMA_HASH
+from evolver_async.transport.addresses import beside
 from evolver_async.transport.client import Client, Rejected
 from evolver_async.transport.dealer import DealerClient
 
@@ -105,7 +106,7 @@ async def serve(args: RoleArgs) -> None:
     try:
         config, welcome = await join(client)
         print(f"joined {welcome.run_id} at {args.address} as {args.name}", flush=True)
-        address = welcome.experience_address
+        address = beside(welcome.experience_address, args.address)
         experience = connect(address, welcome.run_id) if address else None
         identity = args.name, args.incarnation
         worker = build(config, client, welcome.weights_address, *identity, experience)

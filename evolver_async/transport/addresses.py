@@ -24,6 +24,16 @@ def from_here(address: str) -> str:
     return f"tcp://127.0.0.1:{port}"
 
 
+def beside(address: str, server: str) -> str:
+    """Return an address of the host of `server`, where `address` is of every interface there."""
+    scheme, _, place = address.partition("://")
+    host, _, port = place.rpartition(":")
+    other, _, there = server.partition("://")
+    if (scheme, other) != ("tcp", "tcp") or host not in (*EVERYWHERE, "[::]"):
+        return address
+    return f"tcp://{there.rpartition(':')[0]}:{port}"
+
+
 def refuse_open_or_served(address: str, keyed: bool) -> None:
     """Raise ValueError if other users could connect, OSError if a server is there already."""
     scheme, _, place = address.partition("://")

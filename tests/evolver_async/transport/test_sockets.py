@@ -59,6 +59,7 @@ from evolver_async.schema import (
 )
 from evolver_async.transport import client as transport_client
 from evolver_async.transport import curve
+from evolver_async.transport.addresses import beside
 from evolver_async.transport.client import Client, Rejected
 from evolver_async.transport.dealer import DealerClient
 from evolver_async.transport.in_process import LocalClient, LocalServer
@@ -809,6 +810,25 @@ def test_a_stale_socket_file_is_taken_over(directory: Path) -> None:
     (directory / "file").write_text("not a socket")
     with pytest.raises(OSError, match="not a socket"):
         Server(Store(), f"ipc://{directory}/file", "run")
+
+
+@pytest.mark.parametrize(
+    ("address", "server", "expected"),
+    [
+        ("tcp://0.0.0.0:4002", "tcp://trainer:4000", "tcp://trainer:4002"),
+        ("tcp://*:4002", "tcp://0.0.0.0:4000", "tcp://0.0.0.0:4002"),
+        ("tcp://[::]:4002", "tcp://[fd00::1]:4000", "tcp://[fd00::1]:4002"),
+        ("tcp://other:4002", "tcp://trainer:4000", "tcp://other:4002"),
+        ("tcp://0.0.0.0:4002", "ipc:///s/buffer", "tcp://0.0.0.0:4002"),
+        ("ipc:///s/buffer.experience", "ipc:///s/buffer", "ipc:///s/buffer.experience"),
+        ("", "tcp://trainer:4000", ""),
+    ],
+)
+def test_a_service_on_every_interface_is_reached_on_the_host_of_the_buffer(
+    address: str, server: str, expected: str
+) -> None:
+    """An actor on another host would look for it on its own."""
+    assert beside(address, server) == expected
 
 
 def test_addresses_open_to_others_are_refused(directory: Path) -> None:
