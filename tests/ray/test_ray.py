@@ -77,6 +77,11 @@ KEYS, SHARED = "security.keys=k", "weights.dir=/shared"
             "1 with 3 GPUs each need 3 there, and the largest node has 2",
         ),
         (TWO, [], "buffer.address: processes on 2 nodes need tcp://HOST:PORT"),
+        (
+            TWO,
+            ["buffer.address=tcp://0.0.0.0:4000", KEYS, SHARED],
+            "buffer.address: must name a node by its address: processes on 2 nodes would look for",
+        ),
         (TWO, [TCP, KEYS], "weights.kind: shm in /dev/shm belongs to one host"),
         (TWO, [TCP, KEYS, SHARED], ""),
         (ONE, ["launch.ray.address=ray://h:1"], "buffer.address: processes on ray://h:1 need tcp"),

@@ -16,6 +16,7 @@ from evolver_async.launch.ray_cluster.spawner import RaySpawner
 from evolver_async.launch.supervisor import Supervisor
 from evolver_async.process.addresses import make_weights_dir
 from evolver_async.process.private_directories import PREFIX, Claim, claim, sweep
+from evolver_async.transport.addresses import EVERYWHERE
 
 STARTS = 3  # of a Ray instance of its own, on a busy machine
 
@@ -110,6 +111,12 @@ def check(config: Config, nodes: list[dict[str, Any]], home: str) -> None:
         raise ConfigError(
             f"buffer.address: processes on {where} need tcp://HOST:PORT, HOST being a node's"
             " address, and security.keys"
+        )
+    host, _ = host_and_port(config.buffer.address)
+    if host in (*EVERYWHERE, "::"):
+        raise ConfigError(
+            f"buffer.address: must name a node by its address: processes on {where} would look for"
+            f" {host} on their own"
         )
     if channel(config) == "cuda_ipc":
         raise ConfigError(f"weights.kind: cuda_ipc is for one GPU, and the cluster has {where}")
