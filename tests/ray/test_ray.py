@@ -82,6 +82,11 @@ KEYS, SHARED = "security.keys=k", "weights.dir=/shared"
             ["buffer.address=tcp://0.0.0.0:4000", KEYS, SHARED],
             "buffer.address: must name a node by its address: processes on 2 nodes would look for",
         ),
+        (
+            TWO,
+            [TCP, KEYS, "weights.kind=collective"],
+            "weights.address: processes on 2 nodes need tcp://HOST:PORT of the learner's node",
+        ),
         (TWO, [TCP, KEYS], "weights.kind: shm in /dev/shm belongs to one host"),
         (TWO, [TCP, KEYS, SHARED], ""),
         (ONE, ["launch.ray.address=ray://h:1"], "buffer.address: processes on ray://h:1 need tcp"),

@@ -120,6 +120,11 @@ def check(config: Config, nodes: list[dict[str, Any]], home: str) -> None:
         )
     if channel(config) == "cuda_ipc":
         raise ConfigError(f"weights.kind: cuda_ipc is for one GPU, and the cluster has {where}")
+    if channel(config) == "collective" and not config.weights.address:
+        raise ConfigError(
+            f"weights.address: processes on {where} need tcp://HOST:PORT of the learner's node, on"
+            " which weights stay without it"
+        )
     if channel(config) == "shm" and Path(config.weights.dir).is_relative_to("/dev/shm"):
         raise ConfigError(
             f"weights.kind: shm in {config.weights.dir} belongs to one host: processes on {where}"
