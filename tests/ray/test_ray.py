@@ -12,7 +12,7 @@ import psutil
 import pytest
 import ray
 from launches import Launch, alive, wait_for
-from ray.exceptions import RuntimeEnvSetupError
+from ray.exceptions import ActorUnavailableError, RuntimeEnvSetupError
 
 from evolver_async.checkpoint.directory import valid
 from evolver_async.cli import main
@@ -132,6 +132,22 @@ def test_a_process_that_ray_cannot_place_has_ended_with_an_error(
     assert handle.poll() == 1
     said = (tmp_path / "actor-0.log").read_text()
     assert "its node cannot start it: " in said and "no such environment" in said
+
+
+def test_a_process_whose_start_is_not_answered_is_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    killed = []
+
+    def get(_: object) -> None:
+        raise ActorUnavailableError("the network is down", None)
+
+    monkeypatch.setattr(ray, "wait", lambda replies, timeout: (replies, []))
+    monkeypatch.setattr(ray, "get", get)
+    monkeypatch.setattr(ray, "kill", killed.append)
+    host = SimpleNamespace(start=SimpleNamespace(remote=lambda order: order))
+    handle = RayHandle("actor-0", host, Order([], {}, ""), "1 CPUs", tmp_path / "actor-0.log")
+    assert handle.poll() == -signal.SIGKILL and killed == [host]
 
 
 def descendants(run: Launch) -> dict[str, psutil.Process]:

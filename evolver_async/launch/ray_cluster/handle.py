@@ -48,8 +48,11 @@ class RayHandle:
             try:
                 self._take(ray.get(self._reply))
             except ActorUnavailableError:
-                self._reply = self.host.watch.remote(self._offset)
-                break
+                if self._placed:
+                    self._reply = self.host.watch.remote(self._offset)
+                    break
+                self._note("its Ray actor could not be reached at its start")
+                self._end(-signal.SIGKILL)  # it may run, and a second order would start another
             except RayActorError as error:
                 self._note(f"its Ray actor is lost: {' '.join(str(error).split())}")
                 self._code = -signal.SIGKILL
