@@ -150,6 +150,19 @@ def test_a_process_whose_start_is_not_answered_is_ended(
     assert handle.poll() == -signal.SIGKILL and killed == [host]
 
 
+def test_a_log_that_cannot_be_written_ends_no_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a full disk; here a directory is in its place."""
+    replies: list[tuple[object, object]] = [(17, "node"), (None, b"a line\n")]
+    monkeypatch.setattr(ray, "wait", lambda _, timeout: (replies[:], []))
+    monkeypatch.setattr(ray, "get", lambda _: replies.pop(0))
+    call = SimpleNamespace(remote=lambda order: order)
+    host = SimpleNamespace(start=call, watch=call)
+    handle = RayHandle("actor-0", host, Order([], {}, ""), "1 CPUs", tmp_path)
+    assert handle.poll() is None and handle.pid == 17
+
+
 def descendants(run: Launch) -> dict[str, psutil.Process]:
     """The processes of the run by name, and those of Ray by number."""
     found = {}

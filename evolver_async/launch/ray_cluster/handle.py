@@ -3,6 +3,7 @@
 import logging
 import signal
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -75,8 +76,7 @@ class RayHandle:
             code, lines = reply
             self._offset += len(lines)
             if lines:
-                with open(self.log_file, "ab") as file:
-                    file.write(lines)
+                self._log(lines)
             if code is not None:
                 self._end(code)
                 return
@@ -105,5 +105,8 @@ class RayHandle:
         ray.kill(self.host)
 
     def _note(self, text: str) -> None:
-        with open(self.log_file, "a", encoding="utf-8") as file:
-            file.write(f"{time.strftime('%F %T')} ERROR {__name__}: {text}\n")
+        self._log(f"{time.strftime('%F %T')} ERROR {__name__}: {text}\n".encode())
+
+    def _log(self, lines: bytes) -> None:
+        with suppress(OSError), open(self.log_file, "ab") as file:  # a full disk ends no run
+            file.write(lines)
