@@ -7,7 +7,7 @@ sections that they concern. Nothing here touches files.
 from collections.abc import Iterator
 from itertools import chain
 
-from evolver_async.config.checks.addresses import buffer_address, weight_channel
+from evolver_async.config.checks.addresses import buffer_address, no_sockets, weight_channel
 from evolver_async.config.checks.agentevolver import agent, guidance, mechanisms
 from evolver_async.config.checks.learner import demonstrated, groups, guided, learner
 from evolver_async.config.checks.processes import cluster, engine, gpus, policy, scaling, timeouts
@@ -26,7 +26,8 @@ def check(config: Config) -> None:
     check_fields(config)
     _refuse(
         chain(
-            gpus(config), cluster(config), scaling(config), weight_channel(config), stages(config)
+            *(gpus(config), cluster(config), scaling(config), no_sockets(config)),
+            *(weight_channel(config), stages(config)),
         )
     )
     for index, stage in enumerate(config.stages):

@@ -16,6 +16,19 @@ def buffer_address(config: Config) -> Iterator[tuple[str, str]]:
     yield from socket_address("buffer.address", config.buffer.address, config.security.keys)
 
 
+def no_sockets(config: Config) -> Iterator[tuple[str, str]]:
+    """Refuse sockets of a serial run, which has none."""
+    if config.launch.kind != "serial":
+        return
+    for key, value in (
+        ("buffer.address", config.buffer.address),
+        ("experience.address", config.experience.address),
+        ("security.keys", config.security.keys),
+    ):
+        if value:
+            yield key, "launch.kind=serial is one process: must be empty"
+
+
 def socket_address(key: str, address: str, keys: str) -> Iterator[tuple[str, str]]:
     """Require a socket on this host if there are no keys: nothing is encrypted then."""
     if not address or address.startswith("ipc://"):

@@ -240,6 +240,12 @@ from learner.data.selection import spread
         (["learner.token_budget=100"], "learner.token_budget: "),
         (["learner.betas=[0.9]"], "learner.betas: "),
         (["buffer.address=tcp://0.0.0.0:5555"], "buffer.address: 0.0.0.0 is not a loopback"),
+        (
+            ["launch.kind=serial", "buffer.address=tcp://127.0.0.1:4000"],
+            "buffer.address: launch.kind=serial is one process: must be empty",
+        ),
+        (["launch.kind=serial", "experience.address=ipc:///s/e"], "experience.address: launch"),
+        (["launch.kind=serial", "security.keys=k"], "security.keys: launch.kind=serial is one"),
         (["buffer.address=udp://127.0.0.1:1"], "buffer.address: must be ipc://"),
         (["run.name=a/b"], "run.name: "),
         (["engine.device=tpu"], "engine.device: "),
