@@ -7,10 +7,13 @@ in the log. The name of the embedder is stored with its vectors.
 import json
 import logging
 import sqlite3
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
+
+from evolver_async.config import ConfigError
 
 FILE = "experience.db"
 KEPT_GROUPS = 10_000  # among which a repeated contribution is recognised
@@ -190,6 +193,28 @@ class Store:
     def close(self) -> None:
         self._database.commit()
         self._database.close()
+
+
+def copy_pool(source: Path, target: Path) -> None:
+    """Copy the pool in directory `source` to the new directory `target` of another run.
+
+    A service may be writing to it meanwhile. The copy knows no contributed groups: another run
+    numbers its groups from 0 again. Raise ConfigError, which names the file, if it is damaged.
+    """
+    target.mkdir()
+    if not (source / FILE).exists():
+        return
+    try:
+        with (
+            closing(sqlite3.connect(source / FILE, timeout=10.0)) as old,
+            closing(sqlite3.connect(target / FILE)) as copy,
+        ):
+            old.backup(copy)
+        with closing(_open(target / FILE)) as copy:
+            copy.execute("DELETE FROM groups")
+            copy.commit()
+    except sqlite3.DatabaseError as error:
+        raise ConfigError(f"{source / FILE}: {error}") from error
 
 
 def _open(path: Path) -> sqlite3.Connection:

@@ -14,6 +14,7 @@ from evolver_async.config.load import stage_config
 from evolver_async.config.paths import check_name, with_absolute_paths
 from evolver_async.config.secrets import escaped
 from evolver_async.launch.creation import create
+from evolver_async.launch.registry import resolve
 from evolver_async.launch.resumption import check_continues, check_weights
 from evolver_async.launch.run_directory import config_of, record_origin
 
@@ -45,7 +46,7 @@ def fork(
             shutil.copytree(run_dir / "policy", made / "policy")
         record_origin(made, kind="fork", run=str(run_dir), step=manifest.step)
         if (run_dir / "experience").is_dir():
-            shutil.copytree(run_dir / "experience", made / "experience")
+            resolve("copy_pool")(run_dir / "experience", made / "experience")
         first = history.copy(chosen, manifest.files, made / "checkpoints", made.name, _start_anew)
         if not comparable:
             (first / history.EVALUATION).unlink(missing_ok=True)

@@ -36,6 +36,7 @@ ROLES = PROCESSES | {
     "check_prompts": "actors.checks.prompts:check",  # (config) -> None
     "export": "learner.tools.export:export",  # (run_dir, out, step) -> one line
     "manual": "actors.export_manual:write_manual",  # (config of a stage, directory) -> None
+    "copy_pool": "actors.experience.store:copy_pool",  # (directory, new directory) -> None
     "purge": "actors.experience.service:purge_files",  # (config, run_dir, source) -> entries
     "rerun": "learner.rerun.main:rerun",  # (plan, progress) -> exit code and lines
     "serial_actor": "actors.main:build",

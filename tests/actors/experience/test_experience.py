@@ -23,11 +23,11 @@ from actors.experience.contrast import contrast_items
 from actors.experience.embed import HashEmbedder, embed
 from actors.experience.pool import MAX_ALIKE, ExperiencePool, Item
 from actors.experience.service import ExperienceService
-from actors.experience.store import FILE, Store
+from actors.experience.store import FILE, Store, copy_pool
 from actors.experience.templates import contrast
 from actors.formats.chat import Chat
 from actors.llm.quoting import plain, quoted
-from evolver_async.config import ExperienceConfig
+from evolver_async.config import ConfigError, ExperienceConfig
 from evolver_async.config.load import load
 from evolver_async.model.tiny import make_tokenizer
 from evolver_async.protocol import messages
@@ -321,6 +321,30 @@ def test_a_purged_source_leaves_nothing_anywhere(
     assert files and not any(b"poison" in file.read_bytes() for file in files)
     pool.close()
     assert contents(open_pool()) == [item(2).content]
+
+
+def test_a_fork_learns_from_its_own_groups_though_they_have_the_same_numbers(
+    open_pool: Callable[..., ExperiencePool], tmp_path: Path
+) -> None:
+    pool = open_pool()
+    for number in range(300):
+        pool.add([item(number)], "a", [])
+        assert pool.take_group(f"{number}/0/0")
+    pool.commit()  # to the log beside the file, from which a plain copy would lack it
+    copy_pool(tmp_path / "experience", tmp_path / "forked")
+    store = Store(tmp_path / "forked" / FILE)
+    forked = ExperiencePool(store, HashEmbedder(64), dedup=0.95, **LIMITS)
+    assert contents(forked) == contents(pool) and len(forked) == 300
+    assert forked.take_group("7/0/0") and not forked.take_group("7/0/0")
+    assert not pool.take_group("7/0/0"), "the run itself still knows its groups"
+    forked.close()
+
+
+def test_a_damaged_pool_is_not_forked(tmp_path: Path) -> None:
+    (tmp_path / "experience").mkdir()
+    (tmp_path / "experience" / FILE).write_bytes(b"no database" * 100)
+    with pytest.raises(ConfigError, match=rf"{FILE}: file is not a database"):
+        copy_pool(tmp_path / "experience", tmp_path / "forked")
 
 
 @pytest.mark.process

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from actors.experience.store import FILE, Store
 from evolver_async.buffer.log.journal import Journal
 from evolver_async.buffer.stages import evaluation_digest
 from evolver_async.buffer.state import records
@@ -338,6 +339,18 @@ def test_a_run_that_was_moved_goes_on_and_is_forked(run_dir: Path, tmp_path: Pat
         str(moved / "tasks_0.jsonl"),
     )
     assert load(moved / "config.yaml") == config, "its processes read it there"
+
+
+def test_a_fork_has_the_experience_and_counts_groups_of_its_own(run_dir: Path) -> None:
+    store = Store(run_dir / "experience" / FILE)
+    store.set_unguided(3, 0.5)
+    assert store.take_group("0/0/0")
+    store.commit()  # its service still runs
+    _, made = fork(run_dir, "learned", ["stages.1.steps=9"], None)
+    forked = Store(made / "experience" / FILE)
+    assert forked.unguided() == (3, 0.5) and forked.take_group("0/0/0")
+    forked.close()
+    store.close()
 
 
 def test_an_evaluation_after_a_change_is_not_compared_with_those_before(run_dir: Path) -> None:
