@@ -43,6 +43,8 @@ REPORT_S = 2.0  # between reports of the counters if nothing else changes
 RETRY_S = 0.1  # until an actor repeats a request whose text is being rewritten
 DIRECTORY = "experience"  # in the run's directory
 SPLIT = "train"  # the only split that contributes
+EMPTY = 256  # questions in a row that find no lesson of a language model, before that is reported
+UNLIKE = "no lesson is like any of the last {} tasks: lower it, or set experience.embedder"
 
 Report = Callable[[messages.Counters], None]
 
@@ -68,6 +70,7 @@ class ExperienceService:
         self._extractor = extractor
         self._failures = failures or FailureCounts()
         self._asked: list[tuple[messages.Retrieve, float, list[Reply]]] = []
+        self._empty = 0  # questions in a row without an entry
         self._counts = dict.fromkeys(("contributed", "repeated", "foreign", "taught"), 0)
         self._changed = True
         self._reported_at = float("-inf")
@@ -105,6 +108,8 @@ class ExperienceService:
         found = self.pool.retrieve_all(queries, self._top_k, self._similarity)
         for (request, now, replies), entries in zip(asked, found, strict=True):
             replies.append(self._guidance(request, entries, now))
+        if self._extractor is not None and len(self.pool) > 0:
+            self._note_empty(found)
         if self._changed:
             self._changed = False
             self.pool.commit()
@@ -142,6 +147,14 @@ class ExperienceService:
                 return messages.Retry(seconds=RETRY_S)
             texts = rewritten
         return messages.Guidance(ids=ids, texts=texts)
+
+    def _note_empty(self, found: list[list[ExperienceEntry]]) -> None:
+        """Report lessons that are like no task: a model words when to use them as it likes."""
+        for entries in found:
+            self._empty = 0 if entries else self._empty + 1
+            if self._empty == EMPTY:
+                key = f"experience.similarity={self._similarity:g}"
+                self._failures.note("experience", key, UNLIKE.format(EMPTY))
 
     def _contribute(self, peer: str, request: messages.Contribute) -> None:
         self._changed = True

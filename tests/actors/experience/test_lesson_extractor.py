@@ -19,16 +19,27 @@ from openai_server import Answer, OpenAIServer
 from transformers import BertModel
 
 from actors.engines.embedder import TransformerEmbedder
+from actors.envs.base import make_env
 from actors.experience import lesson_extractor, prompts
 from actors.experience.embed import DEDUP_NEURAL, load_embedder
 from actors.experience.lesson_extractor import parse_lessons, parse_scores, parse_text
-from actors.experience.service import ExperienceService, build
+from actors.experience.pool import Item
+from actors.experience.service import EMPTY, ExperienceService, build, open_pool
 from evolver_async.config import Config, ExperienceConfig, LlmConfig
+from evolver_async.config.load import load
 from evolver_async.model.tiny import make_tokenizer
 from evolver_async.protocol import messages
+from evolver_async.schema import Task
 
 DEADLINE_S = 30.0
+ROOT = Path(__file__).parents[3]
 TASK = "walk over the ice to the goal"
+OWN_WORDS = (
+    "When you walk over slippery ice towards a goal and holes lie beside the way.",
+    "When the goal is several rows away and a hole is next to you.",
+    "If a move may slide to one side, so that a neighbouring hole is dangerous.",
+    "On a large map, when no hole is near and the direct way is safe.",
+)
 WON_LATER = episode("x=up", success=True, number=5)
 
 
@@ -102,6 +113,39 @@ def test_lessons_of_three_kinds_are_rated_and_the_good_ones_kept(
     assert {entry.score for entry in service.pool.entries.values()} == {0.9}
     assert counted["experience/rejected"] == 2 and counted["experience/calls"] == 4
     assert texts(service) and len(texts(service) or []) == 4
+
+
+def test_lessons_in_an_endpoints_own_words_guide_in_the_recipe(tmp_path: Path) -> None:
+    config = load(ROOT / "configs" / "agentevolver_7b.yaml")
+    pool = open_pool(config.experience, tmp_path)
+    pool.add([Item(when, f"lesson {when}", 0.9) for when in OWN_WORDS], "actor-0", [])
+    env = make_env(config.env.name, config.env.params)
+    for number in range(20):
+        task = Task(task_id="t", env=config.env.name, split="train", map_seed=number)
+        section = config.experience
+        assert pool.retrieve(env.reset(task, 0), section.top_k, section.similarity)
+    pool.close()
+
+
+def test_lessons_that_are_like_no_task_are_reported(make: Callable[..., ExperienceService]) -> None:
+    with OpenAIServer(otherwise=proper) as server:
+        service = make(server)
+        service.handle("actor-0", contribution(WON, LOST, query=TASK), 0.0)
+        settle(service)
+    told = service._report
+    assert isinstance(told, Told)
+
+    def ask(query: str, times: int) -> int:
+        for _ in range(times):
+            service.handle("actor-0", messages.Retrieve(query=query), 0.0)
+        service.tick(1e9 * len(told))
+        service.commit()
+        return sum(one.count for one in told[-1].failures)
+
+    assert ask("_ _ O G", EMPTY - 1) == 0 and ask(TASK, 1) == 0, "one was found in between"
+    assert ask("_ _ O G", 2 * EMPTY) == 1
+    (failure,) = told[-1].failures
+    assert failure.name == "experience.similarity=0.9" and "experience.embedder" in failure.error
 
 
 @pytest.mark.parametrize("purged", ["teacher", "actor-0", "other"])
