@@ -12,11 +12,6 @@ MARK = "- "  # before each item
 OPENING = re.compile(r"<(?=[^\s<])|\[(?=/?[A-Z]+\])")  # of a tag, or of a marker like [INST]
 
 
-def quoted(texts: list[str], max_chars: int = MAX_CHARS) -> str:
-    """Quote untrusted texts as a list with one line per item; see `quoted_lines`."""
-    return "\n".join(quoted_lines(texts, max_chars).values())
-
-
 def quoted_lines(texts: list[str], max_chars: int) -> dict[int, str]:
     """Quote untrusted texts in at most `max_chars` characters; return lines by place in `texts`.
 

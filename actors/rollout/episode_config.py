@@ -8,6 +8,7 @@ from typing import Literal
 from actors.failures import FailureCounts
 from actors.formats.chat import Chat
 from actors.formats.turns import TurnFormat, turn_format
+from actors.llm.quoting import MAX_CHARS
 from evolver_async.config import Config
 from evolver_async.randomness import key, uniform
 from evolver_async.schema import Ticket
@@ -41,6 +42,7 @@ class Setting:
     truncated_reward: float = 0.0  # added where an episode ends without its environment's end
     recorded: bool = False  # whether episodes are kept in words as well
     hints: int = 5  # entries that guide a scripted episode at most
+    hint_chars: int = MAX_CHARS  # of all of them
     max_reward: float = math.inf  # of either sign; the buffer refuses a larger one
     scored: float = 0.0  # share of episodes in which the environment's score is read every turn
     format_name: str = "think_answer"  # of the turn format in the configuration
@@ -81,6 +83,7 @@ def setting_of(
         or bool(rollout.reward_terms)
         or config.questioning.kind == "llm",
         hints=config.experience.top_k,
+        hint_chars=config.experience.max_chars,
         scored=_scored_share(config),
         failures=failures or FailureCounts(),
     )

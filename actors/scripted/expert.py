@@ -13,8 +13,9 @@ import msgspec
 
 from actors.engines.base import Generation
 from actors.envs.base import Env, Located, Rewindable, Solvable, make_env
+from actors.experience.state_keys import state_key
 from actors.experience.templates import contrast
-from actors.llm.quoting import quoted
+from actors.llm.quoting import quoted_lines
 from actors.progress import TicketProgress
 from actors.rollout.environment import TimedEnvironment
 from actors.rollout.episode_config import Setting
@@ -48,6 +49,7 @@ class ScriptedPolicy(EpisodePolicy):
         self._chat = setting.chat
         self._format = setting.format
         self._most = setting.hints
+        self._max_chars = setting.hint_chars
         self._max_tokens = ticket.sampling.max_tokens
 
     async def advise(self, world: TimedEnvironment, query: str) -> Advice:
@@ -55,9 +57,13 @@ class ScriptedPolicy(EpisodePolicy):
         text = await world.call("hints", self._hint, world.env)
         return Advice(text=text)
 
+    def count_unguided(self) -> None:
+        """Follow no hint, as none fits into the context."""
+        self._hints = {}
+
     def _hint(self, env: Rewindable) -> str:
         """Return the states of a random walk as experience, each with its move and one to avoid,
-        among states of other tasks.
+        among states of other tasks; only those that fit are followed.
 
         Drawn at random, so that what is learned is to follow, and no move in particular.
         """
@@ -68,8 +74,13 @@ class ScriptedPolicy(EpisodePolicy):
         told += self._rng.sample(list(foreign), room)
         states |= foreign
         self._rng.shuffle(told)
-        self._hints = {state: states[state][0] for state in told}
-        return quoted([contrast(state, *states[state]) for state in told])
+        texts = {
+            state: contrast(state_key(state), *states[state], self._max_chars) for state in told
+        }
+        told = [state for state in told if texts[state]]  # "" if not even the moves fit
+        lines = quoted_lines([texts[state] for state in told], self._max_chars)
+        self._hints = {told[place]: states[told[place]][0] for place in lines}
+        return "\n".join(lines.values())
 
     def _walk(self, env: Rewindable) -> dict[str, tuple[str, str]]:
         """Return two moves, the one made and another, by state of a random walk from here."""

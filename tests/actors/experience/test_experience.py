@@ -26,7 +26,7 @@ from actors.experience.service import ExperienceService
 from actors.experience.store import FILE, Store, copy_pool
 from actors.experience.templates import contrast
 from actors.formats.chat import Chat
-from actors.llm.quoting import plain, quoted
+from actors.llm.quoting import MAX_CHARS, plain, quoted_lines
 from evolver_async.config import ConfigError, ExperienceConfig
 from evolver_async.config.load import load
 from evolver_async.model.tiny import make_tokenizer
@@ -51,6 +51,10 @@ def open_pool(tmp_path: Path) -> Iterator[Callable[..., ExperiencePool]]:
     for pool in opened:
         with contextlib.suppress(sqlite3.ProgrammingError):  # the test has closed it
             pool.close()
+
+
+def quoted(texts: list[str], max_chars: int = MAX_CHARS) -> str:
+    return "\n".join(quoted_lines(texts, max_chars).values())
 
 
 def item(number: int, state: str = "", when: str = "walk to the goal") -> Item:

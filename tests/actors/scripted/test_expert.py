@@ -131,6 +131,28 @@ def test_guidance_holds_states_of_other_tasks_and_the_right_ones_are_followed() 
     assert foreign > 100 and {(0, 1, 2), (2, 1, 0), (1, 0, 2)} <= orders
 
 
+def test_a_demonstration_follows_no_hint_that_is_not_shown() -> None:
+    """Without it in the context, what follows it would be a lesson in random moves."""
+    asked = ticket({"fatal": False}, members=8, env="workshop")
+    guided = msgspec.structs.replace(asked, guided=list(range(8)))
+    env = Workshop()
+    item = env.reset(asked.task, 0).splitlines()[0].split()[1:]
+    right = dict(zip(item, env.solve(), strict=True))
+    (bare, *_) = demonstrated(asked, setting(), 1.0)
+    prompt = int((bare.sequences[0].roles == Role.ACTION).argmax())
+    tight = prompt + asked.sampling.max_tokens + 1
+    for how, least, most in ((setting(hint_chars=65), 2, 3), (setting(max_length=tight), 0, 0)):
+        for trajectory in demonstrated(guided, how, 1.0):
+            (sequence,) = trajectory.sequences
+            text = TOKENIZER.decode(sequence.tokens[sequence.roles == Role.EXPERIENCE].tolist())
+            hints = dict(re.findall(r"- (\w+) (\w+) not \w+", text))
+            assert least <= len(hints) <= most
+            for turn in range(len(trajectory.turn_rewards)):
+                here = (sequence.roles == Role.ACTION) & (sequence.turns == turn)
+                move = TOKENIZER.decode(sequence.tokens[here].tolist()).split("<")[0].strip()
+                assert move == hints.get(item[turn], right[item[turn]])
+
+
 def test_guidance_is_the_same_for_the_same_seed_also_where_other_tasks_have_huge_numbers() -> None:
     def told(group_id: int) -> list[list[int]]:
         asked = ticket({"fatal": False}, members=4, group_id=group_id, env="workshop")
