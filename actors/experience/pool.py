@@ -256,9 +256,18 @@ class ExperiencePool:
         return sum(advice_of(one.content, one.state) == advice for one in alike) >= MAX_ALIKE
 
     def _trim(self, entries: list[ExperienceEntry], limit: int) -> None:
-        """Delete the least useful of these entries, a few below the limit."""
+        """Delete the least useful of these entries, a few below the limit.
+
+        An unused entry is expected to do as well as unguided members. Where these seldom succeed,
+        guided ones do as well: with a larger prior, entries in use would be deleted first.
+        """
+
+        def usefulness(entry: ExperienceEntry) -> tuple[float, int, int]:
+            expected = (entry.utility + 2 * self.unguided_rate) / (entry.uses + 2)
+            return expected, -entry.uses, entry.id
+
         surplus = len(entries) - limit + limit // TRIM_SHARE
-        gone = heapq.nsmallest(surplus, entries, key=lambda entry: (entry.worth, entry.id))
+        gone = heapq.nsmallest(surplus, entries, key=usefulness)
         self.counts["evicted"] += len(gone)
         self._delete(gone)
 

@@ -308,6 +308,19 @@ def test_the_least_useful_make_room(open_pool: Callable[..., ExperiencePool]) ->
     assert len(pool) <= 10 and len(by_a) >= 4, "a flood drives out its own entries first"
 
 
+def test_entries_that_help_where_success_is_rare_outlast_those_never_used(
+    open_pool: Callable[..., ExperiencePool],
+) -> None:
+    pool = open_pool(capacity=10)
+    pool.compare([True] + [False] * 19)
+    pool.add([item(number) for number in range(10)], "a", [])
+    for number, successes in ((1, 3), (2, 2), (3, 0)):
+        for use in range(10):
+            pool.feed_back([number], success=use < successes)
+    pool.add([item(number) for number in range(10, 17)], "a", [])
+    assert {1, 2} <= set(pool.entries) and 3 not in pool.entries, "20 and 30 % instead of 5 %"
+
+
 def test_a_purged_source_leaves_nothing_anywhere(
     open_pool: Callable[..., ExperiencePool], tmp_path: Path
 ) -> None:
