@@ -13,11 +13,12 @@ from itertools import pairwise
 from statistics import median
 
 from actors.judge.judge import Judge, JudgedEpisode, Labels
-from actors.judge.labels import BAD, GOOD
+from actors.judge.labels import BAD, GOOD, UNLABELLED
 from actors.judge.probes import idled, idled_scores, praised
 
 # `known`: turns with a known label that the judge has labelled; `praised`: turns of praised copies,
-# GOOD with and without the praise; `longer`, `shorter`: turns than the median of their episode.
+# GOOD with and without the praise; `longer`, `shorter`: labelled turns than the median of their
+# episode. A judge of one's own can leave single turns unlabelled.
 TOTALS = (
     *("probes", "probes_unlabelled", "known", "known_right"),
     *("praised", "praised_good", "unpraised_good"),
@@ -91,8 +92,7 @@ class AuditedJudge(Judge):
     async def _ask_idled(self, probe: JudgedEpisode, places: Sequence[int]) -> None:
         labels = await self._asked(probe)
         if labels is not None:
-            self._counts["known"] += len(places)
-            self._counts["known_right"] += sum(labels[place] == BAD for place in places)
+            self._compare([labels[place] for place in places], [BAD] * len(places))
 
     async def _ask_praised(
         self, episode: JudgedEpisode, labels: Sequence[int], number: int
@@ -116,16 +116,24 @@ class AuditedJudge(Judge):
         """Count turns that raised the score as GOOD and those that lowered it as BAD."""
         if len(scores) != len(labels) + 1 or not all(map(math.isfinite, scores)):
             return
-        for (before, after), label in zip(pairwise(scores), labels, strict=True):
-            if before != after:
+        steps = [after - before for before, after in pairwise(scores)]
+        self._compare(
+            [label for label, step in zip(labels, steps, strict=True) if step],
+            [GOOD if step > 0 else BAD for step in steps if step],
+        )
+
+    def _compare(self, labels: Sequence[int], right: Sequence[int]) -> None:
+        """Count labels, and those that are right."""
+        for label, known in zip(labels, right, strict=True):
+            if label != UNLABELLED:
                 self._counts["known"] += 1
-                self._counts["known_right"] += label == (GOOD if after > before else BAD)
+                self._counts["known_right"] += label == known
 
     def _compare_lengths(self, lengths: Sequence[int], labels: Sequence[int]) -> None:
         """Count GOOD among the turns with more and with less text than the episode's median."""
         middle = median(lengths) if lengths else 0.0
         for length, label in zip(lengths, labels, strict=True):
-            if length != middle:
+            if length != middle and label != UNLABELLED:
                 half = "longer" if length > middle else "shorter"
                 self._counts[half] += 1
                 self._counts[f"{half}_good"] += label == GOOD

@@ -14,7 +14,7 @@ from openai_server import OpenAIServer, silence, status
 
 from actors.judge.audit import AuditedJudge
 from actors.judge.judge import Judge, JudgedEpisode, ModelJudge
-from actors.judge.labels import BAD, GOOD
+from actors.judge.labels import BAD, GOOD, UNLABELLED
 from actors.judge.probes import MOST_IDLE, PRAISES, idled, idled_scores, praised
 from actors.judge.prompt import SYSTEM, question
 from actors.llm.client import Endpoint
@@ -245,6 +245,28 @@ def test_a_judge_of_ones_own_is_audited_as_well() -> None:
     totals = asyncio.run(whole())
     assert (totals["judge/probes"], totals["judge/probes_unlabelled"]) == (4, 2)
     assert (totals["judge/known"], totals["judge/known_right"]) == (12, 0)
+
+
+class Reluctant(Judge):
+    """A judge of one's own that is right, and labels the first turn alone."""
+
+    async def label(self, episode: JudgedEpisode) -> tuple[list[int], str]:
+        same = len(episode.turns) > 1 and episode.turns[0] == episode.turns[1]
+        return [BAD if same else GOOD] + [UNLABELLED] * (len(episode.turns) - 1), "own"
+
+
+def test_turns_that_a_judge_leaves_unlabelled_are_not_wrong() -> None:
+    async def whole() -> dict[str, float]:
+        judge = AuditedJudge(Reluctant(), 1.0)
+        for _ in range(6):
+            await judge.label(walk([0, 1, 2, 1]))
+        await judge.settle()
+        return judge.counters()
+
+    totals = asyncio.run(whole())
+    assert totals["judge/probes"] == 6 and totals["judge/probes_unlabelled"] == 0
+    assert totals["judge/known"] == totals["judge/known_right"] >= 6
+    assert totals["judge/longer"] == totals["judge/shorter"] == 0, "only the last is shorter"
 
 
 @pytest.mark.parametrize("kind", ["none", "rule"])
