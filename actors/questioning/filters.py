@@ -18,6 +18,7 @@ from evolver_async.schema import Task
 MAX_MAPS = 4096  # with remembered tasks; the buffer knows the ids of all tasks
 WORD = re.compile(r"\w+")
 
+Place = tuple[str, str, int, bytes]  # environment, split, number and parameters of a task
 # (task, actions, dynamics seed) → replay
 Play = Callable[[Task, list[str], int], Awaitable[ReplayedEpisode]]
 
@@ -34,40 +35,40 @@ class _Map:
 
 @dataclass(eq=False)
 class KnownTasks:
-    """Tasks that this actor has accepted.
+    """Tasks that this actor has accepted, by the task whose exploration they come from.
 
-    Two tasks have the same initial state if explorations of them began with the same content, or
-    if they have the same number. They are then duplicates if their queries reach `jaccard` (share
-    of common words) or `similarity` (cosine of their vectors by `embedder`).
+    Two tasks have the same initial state if the explorations that they come from began with the
+    same content, or had the same number and parameters. They are then duplicates if their queries
+    reach `jaccard` (share of common words) or `similarity` (cosine of their vectors by `embedder`).
     """
 
     jaccard: float
     similarity: float
     embedder: Embedder
-    _maps: OrderedDict[tuple[str, str, int], _Map] = field(default_factory=OrderedDict)
-    _contents: OrderedDict[tuple[str, str, int], int] = field(default_factory=OrderedDict)
+    _maps: OrderedDict[Place | int, _Map] = field(default_factory=OrderedDict)
+    _contents: OrderedDict[Place, int] = field(default_factory=OrderedDict)
 
     def explored(self, task: Task, content: int) -> None:
         """Note the hash of the content with which an exploration of `task` began.
 
-        Several numbers may have one content. A number keeps its first one: chance may change what
-        is seen first.
+        Several tasks may have one content. A task keeps its first one: chance may change what is
+        seen first.
         """
-        self._contents.setdefault((task.env, task.split, task.map_seed), content)
+        self._contents.setdefault(_place(task), content)
         if len(self._contents) > MAX_MAPS:
             self._contents.popitem(last=False)
 
-    def queries(self, task: Task) -> list[str]:
-        """Return the queries of the tasks with the initial state of `task`, oldest first."""
-        return list(self._of(task).queries)
+    def queries(self, explored: Task) -> list[str]:
+        """Return the queries of the tasks with the initial state of `explored`, oldest first."""
+        return list(self._of(explored).queries)
 
-    def objection(self, task: Task) -> str | None:
+    def objection(self, task: Task, explored: Task) -> str | None:
         """Return why a task is rejected (empty, large, known, lexical, semantic), or None."""
         if not task.reference or not all(task.reference):
             return "empty"
         if large(task):
             return "large"
-        others = self._of(task)
+        others = self._of(explored)
         if task.task_id in others.ids:
             return "known"
         if not task.query:
@@ -82,22 +83,28 @@ class KnownTasks:
             return "semantic"
         return None
 
-    def add(self, task: Task) -> None:
-        others = self._of(task)
+    def add(self, task: Task, explored: Task) -> None:
+        others = self._of(explored)
         others.ids.add(task.task_id)
         if task.query:
             others.queries.append(task.query)
             others.words.append(set(WORD.findall(task.query.lower())))
             others.vectors.append(self.embedder.embed([task.query])[0])
 
-    def _of(self, task: Task) -> _Map:
-        place = (task.env, task.split, task.map_seed)
-        place = (task.env, task.split, self._contents.get(place, task.map_seed))
-        found = self._maps.setdefault(place, _Map())
-        self._maps.move_to_end(place)
+    def _of(self, explored: Task) -> _Map:
+        place = _place(explored)
+        beginning = self._contents.get(place, place)
+        found = self._maps.setdefault(beginning, _Map())
+        self._maps.move_to_end(beginning)
         if len(self._maps) > MAX_MAPS:
             self._maps.popitem(last=False)
         return found
+
+
+def _place(task: Task) -> Place:
+    """Return what gives a task its initial state; lines of a file can differ in params alone."""
+    params = msgspec.json.encode(task.params, order="deterministic")
+    return task.env, task.split, task.map_seed, params
 
 
 def large(task: Task) -> bool:

@@ -120,7 +120,7 @@ class Questioner:
                 break
             task = await self._accepted(ticket, candidate, progress)
             if task is not None:
-                self._known.add(task)
+                self._known.add(task, ticket.task)
                 tasks.append(task)
             await asyncio.sleep(0)  # lets other tickets of this actor run
         self._counts["accepted"] += len(tasks)
@@ -177,7 +177,7 @@ class Questioner:
         self, ticket: Ticket, exploration: Exploration, progress: TicketProgress
     ) -> list[Candidate]:
         most, task = self.config.per_episode, unbound(ticket.task)
-        known = self._known.queries(task)
+        known = self._known.queries(ticket.task)
         described = self._profile or exploration.instructions
         system, question = synthesize.question(described, exploration, known, most)
         assert self._client is not None
@@ -225,7 +225,7 @@ class Questioner:
             member, timeout_s = candidate.member, self._timeout_s
             return await replay(ticket, member, task, actions, dynamics_seed, timeout_s, progress)
 
-        objection = self._known.objection(task)
+        objection = self._known.objection(task, ticket.task)
         try:
             if objection is None and not await feasible(candidate, play, checked, *replays):
                 objection = "infeasible"

@@ -362,21 +362,29 @@ def made(query: str, reference: list[str] | None = None, map_seed: int = 0) -> T
     return task_of(beginning, ["look"] if reference is None else reference, query=query)
 
 
+def add(known: KnownTasks, task: Task) -> None:
+    known.add(task, explored=task)
+
+
+def objection(known: KnownTasks, task: Task) -> str | None:
+    return known.objection(task, explored=task)
+
+
 def test_what_is_empty_or_alike_is_no_task():
     known = KnownTasks(0.8, 0.95, HashEmbedder())
     first = made("buy one apple and two pears for the cook")
-    assert known.objection(first) is None
-    known.add(first)
-    assert known.objection(first) == "known"
-    assert known.objection(made("Buy two pears and one apple, for the cook!")) == "lexical"
-    assert known.objection(made("sell everything that is left")) is None
-    assert known.objection(made("sell it", reference=[])) == "empty"
-    assert known.objection(made("sell it", reference=["look", ""])) == "empty"
-    assert known.objection(made(" .,! ")) == "empty"
+    assert objection(known, first) is None
+    add(known, first)
+    assert objection(known, first) == "known"
+    assert objection(known, made("Buy two pears and one apple, for the cook!")) == "lexical"
+    assert objection(known, made("sell everything that is left")) is None
+    assert objection(known, made("sell it", reference=[])) == "empty"
+    assert objection(known, made("sell it", reference=["look", ""])) == "empty"
+    assert objection(known, made(" .,! ")) == "empty"
     long = made("sell it", reference=["look around"] * 3000)
-    assert known.objection(long) == "large", "the buffer would refuse all tasks of the offer"
+    assert objection(known, long) == "large", "the buffer would refuse all tasks of the offer"
     elsewhere = made("buy one apple and two pears for the cook", map_seed=1)
-    assert known.objection(elsewhere) is None
+    assert objection(known, elsewhere) is None
     assert known.queries(elsewhere) == [] and known.queries(first) == [first.query]
 
 
@@ -384,10 +392,26 @@ def test_numbers_of_one_content_have_the_same_initial_state():
     known = KnownTasks(0.8, 0.95, HashEmbedder())
     for map_seed, content in ((0, 11), (1, 12), (3, 11), (0, 13)):
         known.explored(made("", map_seed=map_seed), content)
-    known.add(made("buy one apple"))
+    add(known, made("buy one apple"))
     again = made("Buy one apple!", map_seed=3)
-    assert known.objection(again) == "lexical" and known.queries(again) == ["buy one apple"]
-    assert known.objection(made("buy one apple", map_seed=1)) is None
+    assert objection(known, again) == "lexical" and known.queries(again) == ["buy one apple"]
+    assert objection(known, made("buy one apple", map_seed=1)) is None
+
+
+def test_lines_of_a_file_that_differ_in_parameters_alone_have_other_initial_states():
+    """As `name` does among tasks of a service: all such lines have the number 0."""
+    known = KnownTasks(0.8, 0.95, HashEmbedder())
+    lines = [
+        Task(task_id=name, env="shop", split="train", map_seed=0, params={"name": name})
+        for name in ("a", "b", "c")
+    ]
+    for line, content in zip(lines, (11, 12, 11), strict=True):
+        known.explored(line, content)
+    found = [task_of(line, ["look"], query="buy one apple") for line in lines]
+    known.add(found[0], explored=lines[0])
+    objections = [known.objection(*pair) for pair in zip(found, lines, strict=True)]
+    assert objections == ["known", None, "lexical"]
+    assert known.queries(lines[1]) == [] and known.queries(lines[2]) == ["buy one apple"]
 
 
 def test_a_question_is_known_whatever_the_number_of_its_task():
@@ -405,9 +429,9 @@ def test_a_question_is_known_whatever_the_number_of_its_task():
 
 def test_alike_is_as_alike_as_configured():
     known = KnownTasks(1.0, 0.6, HashEmbedder())
-    known.add(made("buy one apple and two pears"))
-    assert known.objection(made("buy one apple and two plums")) == "semantic"
-    assert known.objection(made("look at the ceiling and leave")) is None
+    add(known, made("buy one apple and two pears"))
+    assert objection(known, made("buy one apple and two plums")) == "semantic"
+    assert objection(known, made("look at the ceiling and leave")) is None
     assert jaccard({"a", "b"}, {"b", "c"}) == pytest.approx(1 / 3)
 
 
@@ -428,8 +452,9 @@ def test_alike_is_what_the_configured_embedder_finds_alike(tmp_path: Path):
             config.experience.embedder = embedder
             questioner = make_questioner(config)
             assert questioner is not None
-            questioner._known.add(known)
-            assert questioner._known.objection(other) == objection, (embedder, similarity)
+            questioner._known.add(known, known)
+            found = questioner._known.objection(other, other)
+            assert found == objection, (embedder, similarity)
 
 
 def test_an_embedder_without_a_model_is_refused(tmp_path: Path):
