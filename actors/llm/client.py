@@ -113,12 +113,13 @@ class Endpoint:
     ) -> str:
         """Return the answer to a chat, with retries. Raise Unavailable.
 
-        `within_s` limits the total time, including waits and retries.
+        `within_s` limits the total time, including waits and retries. At most half of it is waited
+        for a free slot: a call cut short for having waited would count as the endpoint's failure.
         """
         most = max_tokens or self._llm.max_tokens
         deadline = asyncio.get_running_loop().time() + within_s
         try:
-            async with asyncio.timeout_at(deadline if within_s < math.inf else None):
+            async with asyncio.timeout(within_s / 2 if within_s < math.inf else None):
                 await self._slots.acquire()
         except TimeoutError:
             raise self._unavailable("timeout", "llm.concurrency other calls are running") from None

@@ -451,6 +451,22 @@ def test_a_time_limit_holds_for_waiting_and_for_retries(monkeypatch: pytest.Monk
                 assert reason in reasons and elapsed < 4.5  # 12 after each other: 6 s
 
 
+def test_more_calls_than_can_be_made_in_time_do_not_open_the_breaker() -> None:
+    """Half of the time is left for a call that begins, so that none is cut short by its wait."""
+
+    async def use(endpoint: Endpoint) -> tuple[list[str], dict[str, float]]:
+        calls = (endpoint.complete(CHAT, within_s=4.0) for _ in range(8))
+        reasons = await asyncio.gather(*map(reason_of, calls))
+        assert await reason_of(endpoint.complete(CHAT)) == "", "the breaker is closed"
+        return reasons, endpoint.counters()
+
+    with OpenAIServer(otherwise=Reply(body=answer("yes").body, after_s=1.2)) as server:
+        config = settings(server.url, concurrency=1, breaker_failures=1)
+        reasons, counters = with_endpoint(config, use)
+    assert reasons.count("") == 2 and reasons.count("timeout") == 6
+    assert counters["judge/failures"] == 0 and counters["judge/calls"] == 3
+
+
 def test_a_cancelled_call_leaves_room_for_others() -> None:
     async def use(endpoint: Endpoint) -> str:
         assert await reason_of(endpoint.complete(CHAT)) == "status"
