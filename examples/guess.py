@@ -19,7 +19,7 @@ class Guess:
 
     def step(self, action: str) -> Step:
         """Return observation, reward, terminated, truncated and info."""
-        if not action.isdigit():
+        if not action.isdecimal():
             return Step("say a number", 0.0, False, False, Info(valid=False))
         won = int(action) == self.number
         hint = "low" if int(action) < self.number else "high"

@@ -15,6 +15,7 @@ from evolver_async.cli import main
 from evolver_async.config.load import load
 from evolver_async.metrics.tail import Tail
 from evolver_async.model.tiny import make_tiny
+from evolver_async.schema import Task
 from examples.guess import Guess
 
 pytestmark = pytest.mark.process
@@ -37,6 +38,14 @@ def guessed(tmp_path_factory: pytest.TempPathFactory) -> Finished:
 def test_the_own_environment_is_trained_on(guessed: Finished) -> None:
     assert fmean(guessed.rl("train/format_errors")) < 0.1
     assert fmean(guessed.rl("train/success")) > 0.25  # random guesses reach .58
+
+
+def test_the_own_environment_answers_whatever_a_policy_writes() -> None:
+    env = Guess()
+    env.reset(Task(task_id="t", env="guess", split="train", map_seed=0), 0)
+    for action in ("", "one", "-1", "1.0", "\u00b2", "\u2462"):  # the last are digits, no numbers
+        assert not env.step(action).info.valid
+    assert env.step(env.solve()[0]).info.success
 
 
 def test_the_own_model_is_evaluated_exported_and_asked(
