@@ -214,6 +214,9 @@ class LessonExtractor:
             self._counts["unanswered"] += 1
             log.warning("experience is not rewritten: %s", error)
             return []
+        except Exception:
+            log.exception("experience is not rewritten")
+            return []
 
     async def _ask(self, question: str, parse: Callable[[str], T]) -> T | None:
         answer = await self._client.ask(prompts.SYSTEM, question, parse)

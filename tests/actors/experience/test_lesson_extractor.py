@@ -22,9 +22,15 @@ from actors.engines.embedder import TransformerEmbedder
 from actors.envs.base import make_env
 from actors.experience import lesson_extractor, prompts
 from actors.experience.embed import DEDUP_NEURAL, load_embedder
-from actors.experience.lesson_extractor import parse_lessons, parse_scores, parse_text
+from actors.experience.lesson_extractor import (
+    LessonExtractor,
+    parse_lessons,
+    parse_scores,
+    parse_text,
+)
 from actors.experience.pool import Item
 from actors.experience.service import EMPTY, ExperienceService, build, open_pool
+from actors.llm.client import Endpoint
 from evolver_async.config import Config, ExperienceConfig, LlmConfig
 from evolver_async.config.load import load
 from evolver_async.model.tiny import make_tokenizer
@@ -355,6 +361,22 @@ def test_entries_are_given_as_they_are_where_rewording_hangs_or_fails(
         while (found := texts(service, 2.0)) is None and time.monotonic() < deadline:
             time.sleep(0.01)
         assert found == ["good now"], "and the next one has it tried again"
+
+
+def test_a_defect_of_an_endpoint_leaves_entries_as_they_are(tmp_path: Path) -> None:
+    class Broken(Endpoint):
+        async def complete(self, *_: Any, **__: Any) -> str:
+            raise RuntimeError("a defect")
+
+    llm = LlmConfig(url="http://localhost:1/v1", model="m")
+    section = ExperienceConfig(kind="llm", rewrite=True, llm=llm)
+    extractor = LessonExtractor(section, Broken(llm, "experience"))
+    deadline = time.monotonic() + DEADLINE_S
+    while (found := extractor.rewrite(TASK, ["as it is"], 0.0)) is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert found == ["as it is"]
+    extractor.close()
 
 
 def test_closing_does_not_wait_for_an_endpoint_that_hangs(
