@@ -9,6 +9,7 @@ A key in brackets behind a part is the one to change.
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from evolver_async.config import Config
 from evolver_async.config.load import stage_config
@@ -97,10 +98,11 @@ def memory_plan(
     if config.launch.kind == "serial":
         counts = [1 if part.name == PREFILL else actors for part in actor.parts]
         engines = [replace(x, size=n * x.size) for x, n in zip(actor.parts, counts, strict=True)]
-        parts += (*engines[1:], *buffer[1:])
+        own = [] if config.experience.kind == "none" else [*_experience(config)][1:]
+        parts += (*engines[1:], *buffer[1:], *own)
         return MemoryPlan((ProcessPlan("launcher", 1, parts),), _shared(config, shape))
     if config.experience.kind != "none":
-        others.append(ProcessPlan("experience", 1, (_base("experience"),)))
+        others.append(ProcessPlan("experience", 1, tuple(_experience(config))))
     others.append(ProcessPlan("launcher", 1, (_base("launcher"),)))
     return MemoryPlan((learner, actor, *others), _shared(config, shape))
 
@@ -200,9 +202,27 @@ def _actor(
         fetched = receivers * (versions_kept(config) + 1) * _published(config, shape)
     on_gpu = gpu and channel(config) == "cuda_ipc"
     yield MemoryPart("fetched weights", fetched, "weights.kind", on_gpu)
+    if config.questioning.kind == "llm":  # compares the tasks that it finds
+        yield from _embedder(config)
     if not vllm:
         size = prefill_bytes(config, shape)
         yield MemoryPart(PREFILL, size, "engine.prefill_tokens", gpu)
+
+
+def _experience(config: Config) -> Iterable[MemoryPart]:
+    embedder = _embedder(config)
+    yield _base("actor" if embedder else "experience")  # torch is imported for a model alone
+    yield from embedder
+
+
+def _embedder(config: Config) -> list[MemoryPart]:
+    """Weights of the model that embeds texts; none for hashed n-grams."""
+    if config.experience.embedder == "hash":
+        return []
+    found = Path(config.experience.embedder)
+    files = [*found.glob("*.safetensors")] or [*found.glob("pytorch_model*.bin")]
+    size = sum(file.stat().st_size for file in files)
+    return [MemoryPart("embedder", size, "experience.embedder")]
 
 
 def _model_key(config: Config) -> str:

@@ -122,6 +122,24 @@ def test_a_serial_run_holds_an_engine_for_each_actor() -> None:
     assert three == 3 * one > 0
 
 
+def test_a_model_that_embeds_is_held_by_all_who_embed(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(bytes(1000))
+    (tmp_path / "pytorch_model.bin").write_bytes(bytes(1000))  # the same weights again
+    guided = ("experience={kind: contrast, internalise: none}",)
+    contrast = planned(*guided)
+    neural = planned(*guided, f"experience.embedder={tmp_path}")
+    assert part(contrast, "experience", "embedder") == 0
+    assert part(neural, "experience", "embedder") == 1000
+    assert neural.private - contrast.private > 1000, "torch as well"
+    endpoint = "llm: {url: 'http://localhost:1/v1', model: m}"
+    asks = (f"questioning={{kind: llm, {endpoint}}}", "launch.kind=local")
+    assert part(planned(*asks), "actor", "embedder") == 0
+    assert part(planned(*asks, f"experience.embedder={tmp_path}"), "actor", "embedder") == 1000
+    serial = (*guided, "launch.kind=serial")
+    alone = planned(*serial, f"experience.embedder={tmp_path}").private - planned(*serial).private
+    assert alone == 1000
+
+
 def test_an_actor_holds_what_its_receivers_hold() -> None:
     copy = 4 * SHAPE.parameters
     mapped = planned()
