@@ -33,6 +33,7 @@ from evolver_async.process.addresses import experience_address
 from evolver_async.process.garbage import collect_rarely
 from evolver_async.process.setup import RoleArgs
 from evolver_async.protocol import messages
+from evolver_async.protocol.envelope import SCHEMA_HASH
 from evolver_async.protocol.messages import Reply, Request
 from evolver_async.protocol.transcripts import Transcript
 from evolver_async.transport.client import Rejected
@@ -239,11 +240,15 @@ class CounterReporter:
         self._client.close()
 
     async def _run(self) -> None:
-        sent = self._newest
+        sent, greeted = self._newest, False
         while not self._stop.is_set():
             newest = self._newest
             if newest is not sent:
                 with contextlib.suppress(TimeoutError, Rejected):
+                    if not greeted:  # the failures of a new process count from 0
+                        hello = messages.Hello(role="experience", schema_hash=SCHEMA_HASH)
+                        await self._client.request(hello, REPORT_S)
+                        greeted = True
                     await self._client.request(newest, REPORT_S)
                     sent = newest
             await asyncio.sleep(0.25)
