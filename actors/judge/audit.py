@@ -49,8 +49,9 @@ class AuditedJudge(Judge):
         if source and len(labels) == len(episode.turns):
             self._compare_scores(episode.scores, labels)
             self._compare_lengths([len(turn.said) for turn in episode.turns], labels)
-            self._credit = min(1.0, self._credit + self._share)
+            self._credit += self._share
             if self._credit > 1 - 1e-9 and episode.turns:
+                self._credit -= 1.0
                 self._begin(episode, list(labels))
         return labels, source
 
@@ -79,7 +80,6 @@ class AuditedJudge(Judge):
         else:
             asking = self._ask_praised(episode, labels, number)
         self._made += 1
-        self._credit = 0.0
         task = asyncio.create_task(asking, name="probe")
         self._asking.add(task)
         task.add_done_callback(self._ended)

@@ -141,12 +141,13 @@ def test_praise_changes_nothing_but_the_text() -> None:
 # ---- what is asked
 
 
-def test_probes_cost_their_share_and_train_nothing() -> None:
+@pytest.mark.parametrize(("share", "probes"), [(0.1, 4), (0.3, 12), (0.7, 28)])
+def test_probes_cost_their_share_and_train_nothing(share: float, probes: int) -> None:
     episodes = [walk([0, 1, 2, 3], query=str(number)) for number in range(40)]
     with OpenAIServer(otherwise=answers(honest)) as server:
-        labels, totals = run(server, 0.1, *episodes)
-        assert len(server.calls) == 44 == totals["judge/calls"]
-    assert totals["judge/probes"] == 4 and totals["judge/probes_unlabelled"] == 0
+        labels, totals = run(server, share, *episodes)
+        assert len(server.calls) == 40 + probes == totals["judge/calls"]
+    assert totals["judge/probes"] == probes and totals["judge/probes_unlabelled"] == 0
     assert labels == [[GOOD, GOOD, GOOD]] * 40, "every episode has the labels of its own question"
 
 
