@@ -23,7 +23,7 @@ from actors.experience.templates import advice_of
 CANDIDATES = 128  # nearest entries that are ranked
 MAX_ALIKE = 16  # entries with one advice for similar tasks whose texts are alike
 TRIM_SHARE = 100  # trimming removes limit / TRIM_SHARE entries more, as each trim sorts all
-COUNTED = ("added", "retired", "evicted", "purged", "retrievals", "empty")
+COUNTED = ("added", "retired", "evicted", "purged")
 UNGUIDED = 1000  # newest unguided members whose success entries are compared with
 MAX_VECTORS = 4096  # embedded queries in memory
 
@@ -89,7 +89,6 @@ class ExperiencePool:
         return [self._best(near, top_k, similarity) for near in nears]
 
     def _best(self, near: Near, top_k: int, similarity: float) -> list[ExperienceEntry]:
-        self.counts["retrievals"] += 1
         chosen: list[ExperienceEntry] = []
         states, contents = set[str](), set[str]()
         for entry in self._ranked(near, similarity):
@@ -100,7 +99,6 @@ class ExperiencePool:
             states.add(entry.state)
             contents.add(entry.content)
             chosen.append(entry)
-        self.counts["empty"] += not chosen
         return chosen
 
     def take_group(self, name: str) -> bool:

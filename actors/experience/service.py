@@ -44,6 +44,7 @@ REPORT_S = 2.0  # between reports of the counters if nothing else changes
 RETRY_S = 0.1  # until an actor repeats a request whose text is being rewritten
 DIRECTORY = "experience"  # in the run's directory
 SPLIT = "train"  # the only split that contributes
+COUNTED = ("contributed", "repeated", "foreign", "taught", "retrievals", "empty")
 EMPTY = 256  # questions in a row that find no lesson of a language model, before that is reported
 UNLIKE = "no lesson is like any of the last {} tasks: lower it, or set experience.embedder"
 
@@ -72,7 +73,7 @@ class ExperienceService:
         self._failures = failures or FailureCounts()
         self._asked: list[tuple[messages.Retrieve, float, list[Reply]]] = []
         self._empty = 0  # questions in a row without an entry
-        self._counts = dict.fromkeys(("contributed", "repeated", "foreign", "taught"), 0)
+        self._counts = dict.fromkeys(COUNTED, 0)
         self._changed = True
         self._reported_at = float("-inf")
 
@@ -147,6 +148,8 @@ class ExperienceService:
             if rewritten is None:
                 return messages.Retry(seconds=RETRY_S)
             texts = rewritten
+        self._counts["retrievals"] += 1
+        self._counts["empty"] += not ids
         return messages.Guidance(ids=ids, texts=texts)
 
     def _note_empty(self, found: list[list[ExperienceEntry]]) -> None:

@@ -332,6 +332,7 @@ def test_entries_are_rewritten_once_and_until_then_nobody_waits_long(
         while (found := texts(service)) is None and time.monotonic() < deadline:
             time.sleep(0.01)
         assert found == ["one text for all"]
+        assert service.counters()["experience/retrievals"] == 1, "however often it was repeated"
         assert sum(p.startswith(prompts.REWRITE[:20]) for p in server.prompts) == 1
 
 
