@@ -7,6 +7,7 @@ import torch
 from transformers import PreTrainedModel
 
 from evolver_async.checkpoint import shards
+from evolver_async.checkpoint.directory import CheckpointError
 from evolver_async.config import Config
 from evolver_async.model import lora, policy, row_checks
 from evolver_async.model.tokenizer import ModelError
@@ -143,7 +144,17 @@ class Models:
         self.ranks.gather(b"")
 
     def restore_tensors(self, directory: Path) -> None:
-        """Replace all tensors by those of a checkpoint."""
+        """Replace all tensors by those of a checkpoint.
+
+        CheckpointError if they belong to another model than that of `policy.path`.
+        """
+        try:
+            self._restore(directory)
+        except ModelError as error:
+            model = f"policy.path: {self.config.policy.path} is another model"
+            raise CheckpointError(f"{model} than that of {directory}: {error}") from error
+
+    def _restore(self, directory: Path) -> None:
         self.optimizer.state.clear()
         self.reference = self.critic = None
         load_weights(self.model, directory, "model")

@@ -8,6 +8,7 @@ from torch.distributed.tensor import DTensor
 
 from evolver_async.checkpoint import shards
 from evolver_async.checkpoint.shards import Shards
+from evolver_async.model import lora
 from evolver_async.model.policy import ModelError, state_tensors
 from learner.optimize.adamw import follow, master
 from learner.optimize.alignment import PREVIOUS
@@ -40,12 +41,14 @@ def load_weights(module: torch.nn.Module, directory: Path, name: str) -> None:
     """Copy the weights of a checkpoint into `module`, masters included.
 
     They may have been written by another number of ranks. ModelError, naming the tensor, for one
-    that is missing, unknown or of another shape.
+    that is missing, unknown or of another shape, and for adapters of other weights.
     """
     own = _weights(module)
     with Shards(directory, name) as stored:
         for key in own.keys() ^ set(stored.names()):
             raise ModelError(f"weight {key} is {'missing' if key in own else 'unknown'}")
+        if lora.BASE in own:
+            lora.check_base({lora.BASE: stored.rows(lora.BASE)}, own[lora.BASE].cpu())
         for key, tensor in own.items():
             _fill(tensor, stored, key)
     follow(module.parameters())
