@@ -110,6 +110,20 @@ def go_back(directory: Path, source: Path, change: Callable[[dict[str, Any]], No
     return made
 
 
+def finish_going_back(directory: Path, newest: Found) -> None:
+    """Leave what a `go_back` that was killed after it had made `newest` had yet to leave.
+
+    Its steps are trained again, and nobody could tell their old checkpoints from the new ones.
+    """
+    if not numbers(newest[0]).get("discard"):
+        return
+    made = checkpoint.serial_of(newest[0])
+    earlier = [one for one in checkpoint.valid(directory) if checkpoint.serial_of(one[0]) < made]
+    copied = [path for path, manifest in earlier if len(distinct([(path, manifest), newest])) == 1]
+    for source in copied[-1:]:
+        checkpoint.leave(directory, source, newest[0])
+
+
 def copy(
     source: Path,
     files: Iterable[str],

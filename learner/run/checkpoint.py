@@ -38,7 +38,9 @@ class Checkpoints:
         """Return the newest valid one; None in a fresh run. CheckpointError if none is left."""
         if not checkpoint.exists(self.directory):
             return None
-        return checkpoint.load_newest(self.directory, self.run_id)[0]
+        newest = checkpoint.load_newest(self.directory, self.run_id)
+        history.finish_going_back(self.directory, newest)
+        return newest[0]
 
     def due(self, take: int, evaluated: bool) -> bool:
         """Return True if one is due at `take`; `evaluated`: an evaluation of it was asked for."""

@@ -4,16 +4,22 @@ A forked child saves a checkpoint and kills itself before its n-th call that cha
 every n until it gets through.
 """
 
+import json
 import multiprocessing
 import os
 import signal
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from power import cut_at_every_sync
 
 from evolver_async.checkpoint import directory as checkpoint
+from evolver_async.checkpoint import history
 from evolver_async.checkpoint.directory import load_newest, save
+from evolver_async.config.load import load
+from learner.run.checkpoint import Checkpoints
 
 CHANGES = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir")  # audit events
 PARTS = 3
@@ -46,7 +52,7 @@ def check(directory: Path, *steps: int) -> int:
     return manifest.step
 
 
-def save_until_call(directory: Path, step: int, last: int) -> None:
+def until_call(last: int, work: Callable[[], object]) -> None:
     """Runs in a child: kills it before its call number `last`."""
     calls = 0
 
@@ -66,25 +72,53 @@ def save_until_call(directory: Path, step: int, last: int) -> None:
 
     checkpoint.os.fsync = counted_fsync  # pyright: ignore[reportPrivateImportUsage]
     sys.addaudithook(count)
-    save_step(directory, step)
+    work()
+
+
+def killed_before(last: int, work: Callable[[], object]) -> bool:
+    """Do the work in a child; True if it came to its call number `last`."""
+    child = multiprocessing.get_context("fork").Process(target=until_call, args=(last, work))
+    child.start()
+    child.join(30)
+    assert child.exitcode in (0, -signal.SIGKILL)
+    return child.exitcode != 0
 
 
 def test_04_a_kill_at_every_write_sync_and_rename_leaves_a_newest_that_loads(tmp_path: Path):
-    context = multiprocessing.get_context("fork")
     save_step(tmp_path, 1)
     save_step(tmp_path, 2)
-    newest, step, code, last = 2, 2, -signal.SIGKILL, 0
-    while code == -signal.SIGKILL:
+    newest, step, last, killed = 2, 2, 0, True
+    while killed:
         step += 1
-        child = context.Process(target=save_until_call, args=(tmp_path, step, last))
-        child.start()
-        child.join(30)
-        code = child.exitcode
+        killed = killed_before(last, partial(save_step, tmp_path, step))
         newest = check(tmp_path, newest, step)
         assert len(checkpoint.valid(tmp_path)) >= 2, "falling back is possible at every moment"
         last += 1
-    assert code == 0 and newest == step
+    assert newest == step
     assert last > 25, f"only {last} calls were counted"
+
+
+def test_04_a_kill_while_a_run_goes_back_leaves_it_where_it_was_or_has_gone(tmp_path: Path):
+    """Of what lies between none counts: its steps are trained again, under the same numbers."""
+
+    def fill(step: int, path: Path) -> None:
+        (path / "model").write_bytes(content(step))
+        (path / "state.json").write_text(json.dumps({"take": step}))
+
+    settings, last, killed, ends = load(None, ["stages=[{kind: rl, steps: 9}]"]), 0, True, set()
+    while killed:
+        run = tmp_path / str(last) / "run"
+        for step in range(1, 5):
+            save(run / "checkpoints", step, partial(fill, step), run_id="run", keep=9)
+        source = checkpoint.valid(run / "checkpoints")[1][0]
+        killed = killed_before(
+            last, partial(history.go_back, run / "checkpoints", source, lambda _: None)
+        )
+        Checkpoints(run, settings).newest()  # as the learner that is started next
+        found = checkpoint.resumable(run / "checkpoints")
+        ends.add(tuple(manifest.step for _, manifest in found))
+        last += 1
+    assert ends == {(1, 2, 3, 4), (1, 2, 2)} and last > 15
 
 
 def test_05_a_power_cut_at_every_sync_leaves_a_newest_that_loads(tmp_path: Path):
