@@ -279,7 +279,19 @@ def _prune(directory: Path, keep: int, lasting: Container[Path]) -> None:
                 known = note.name in (*manifest.files, MANIFEST) or (last / note.name).exists()
                 if note.is_file() and not known:
                     note.rename(last / note.name)
-            shutil.rmtree(path)
+            _delete(path)
     for serial, path in _by_serial(directory):
         if path not in lasting and (is_left(path) or serial < oldest):
-            shutil.rmtree(path)
+            _delete(path)
+
+
+def _delete(path: Path) -> None:
+    """Delete a checkpoint, its manifest first: what a kill leaves of it is none.
+
+    One that cannot be deleted, as on NFS while a process reads it, is tried again after the next.
+    """
+    try:
+        (path / MANIFEST).unlink(missing_ok=True)
+        shutil.rmtree(path)
+    except OSError as error:
+        log.warning("%s: cannot be deleted yet: %s", path, error.strerror)

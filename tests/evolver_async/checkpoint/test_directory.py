@@ -1,5 +1,6 @@
 """Checkpoints: whole or not at all, the newest valid one, never a silent fresh start."""
 
+import errno
 import logging
 import mmap
 import os
@@ -134,6 +135,30 @@ def test_copies_take_no_place_of_those_that_are_kept(tmp_path: Path) -> None:
     assert (found[-1][0] / "note.json").read_text() == "good"
     save_steps(tmp_path, 4, keep=2)
     assert [manifest.step for _, manifest in valid(tmp_path)] == [3, 4]
+
+
+def test_one_that_cannot_be_deleted_costs_room_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """NFS keeps the files that a process of this host reads in their directory, under new names."""
+    save_steps(tmp_path, 1, 2, keep=2)
+    read, _ = valid(tmp_path)[0]
+    rmtree = shutil.rmtree
+
+    def rmtree_of_nfs(path: Path, **options: bool) -> None:
+        if path == read:
+            raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), str(path))
+        rmtree(path, **options)
+
+    monkeypatch.setattr(shutil, "rmtree", rmtree_of_nfs)
+    save_steps(tmp_path, 3, keep=2)
+    assert f"{read}: cannot be deleted yet: Directory not empty" in caplog.text
+    assert [manifest.step for _, manifest in valid(tmp_path)] == [2, 3], (
+        "what is left of it is none"
+    )
+    monkeypatch.undo()
+    save_steps(tmp_path, 4, keep=2)
+    assert not read.exists()
 
 
 def flatten(path: Path) -> None:
