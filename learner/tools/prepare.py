@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from evolver_async.config import Config, ConfigError
-from evolver_async.config.load import load
+from evolver_async.config.load import load, stage_config
 from evolver_async.config.sections.channel import channel
 from evolver_async.launch.registry import resolve
 from evolver_async.memory.gpus import gpus_used
@@ -56,7 +56,7 @@ def _missing_gpus(config: Config) -> Iterator[str]:
             yield f"{key}: needs GPU {last}, {seen}"
     if channel(config) == "cuda_ipc" and not count:
         yield f"weights.kind: is cuda_ipc, {seen}"
-    if config.learner.token_budget == 0 and not count:
+    if not count and any(stage.learner.token_budget == 0 for stage in _stages(config)):
         yield "learner.token_budget: there is no GPU to measure; set a number of tokens"
 
 
@@ -68,6 +68,15 @@ def _check_embedder(config: Config) -> None:
             resolve("embedder")(config.experience)
         except ValueError as error:
             raise ConfigError(str(error)) from error
+
+
+def _stages(config: Config) -> Iterator[Config]:
+    """Yield the configuration of every stage, and what a rollback would make of it."""
+    for index, stage in enumerate(config.stages):
+        staged = stage_config(config, index)
+        yield staged
+        if stage.kind == "rl" and staged.safety.action == "rollback":
+            yield stage_config(config, index, rollbacks=1)
 
 
 def _make(config: Config, directory: Path) -> None:

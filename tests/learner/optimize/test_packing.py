@@ -517,8 +517,16 @@ def test_a_budget_is_measured_again_when_a_reference_has_come(paths, tmp_path, m
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about hosts without a GPU")
-def test_a_budget_to_be_measured_is_refused_without_a_gpu_before_anything_starts(tmp_path):
-    dump(load(None, ["learner.token_budget=0", "stages.0.steps=1"]), tmp_path / "config.yaml")
+@pytest.mark.parametrize(
+    "changes",
+    [
+        ["learner.token_budget=0"],
+        ["stages.0.override={learner: {token_budget: 0}}"],
+        ["safety={action: rollback, rollback: {learner: {token_budget: 0}}}"],
+    ],
+)
+def test_a_budget_to_be_measured_is_refused_without_a_gpu_before_anything_starts(tmp_path, changes):
+    dump(load(None, ["stages.0.steps=1", *changes]), tmp_path / "config.yaml")
     args = RoleArgs(address="", name="prepare", incarnation=0, run_dir=tmp_path)
     with pytest.raises(ConfigError, match=r"learner\.token_budget"):
         prepare.main(args)
