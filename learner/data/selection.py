@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from evolver_async.config import SelectionConfig
+from evolver_async.errors import TrainingError
 from evolver_async.extension import implementation
 from evolver_async.schema import Group
 from learner.data.resampling import resampled, resampling_metrics
@@ -51,7 +52,7 @@ def select(groups: list[Group], settings: SelectionConfig, *, seed: int) -> Sele
     """
     if settings.kind == "all":
         return Selected(groups, {})
-    kept = set(selection_of(settings)(groups, [reward_spread(group) for group in groups], settings))
+    kept = _chosen(groups, settings)
     filtered: dict[str, list[int]] = {}
     for i, group in enumerate(groups):
         if i not in kept:
@@ -69,6 +70,18 @@ def select(groups: list[Group], settings: SelectionConfig, *, seed: int) -> Sele
         metrics |= resampling_metrics(before, chosen)
     scale = {"none": 1.0, "linear": share, "sqrt": math.sqrt(share)}[settings.scale]
     return Selected(chosen, filtered, scale, metrics)
+
+
+def _chosen(groups: list[Group], settings: SelectionConfig) -> set[int]:
+    """Return the indices of the groups that train. TrainingError for anything but indices."""
+    spreads = [reward_spread(group) for group in groups]
+    found = [*selection_of(settings)(groups, spreads, settings)]
+    for index in found:
+        whole = isinstance(index, int | np.integer) and not isinstance(index, bool)
+        if not whole or not 0 <= index < len(groups):
+            needed = f"must return indices of the {len(groups)} groups"
+            raise TrainingError(f"selection.kind: {settings.kind} {needed}, returned {index!r}")
+    return set(found)
 
 
 def selection_of(settings: SelectionConfig) -> Selection:

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from selectable_groups import make_group
 
 from evolver_async.config import SelectionConfig
+from evolver_async.errors import TrainingError
 from evolver_async.schema import Group, TurnFlag
 from learner.data.selection import Selected, reward_spread, select
 
@@ -136,3 +137,18 @@ def test_all_keeps_everything():
 def test_nothing_is_left_of_a_step_without_spread(kind):
     selected = select([make_group(7, [1.0, 1.0])], SelectionConfig(kind=kind), seed=0)
     assert selected.groups == [] and selected.filtered == {"zero_spread": [7]}
+
+
+@pytest.mark.parametrize(
+    ("function", "returned"), [("as_a_mask", "True"), ("from_the_end", "-1"), ("first_two", "")]
+)
+def test_an_own_selection_must_return_indices(function, returned):
+    """A mask would select the first two groups, and -1 the last one, which is also left out."""
+    groups = make_groups([[0.0, 1.0]] * 3)
+    settings = SelectionConfig(kind=f"own_functions:{function}")
+    if not returned:
+        assert [group.group_id for group in select(groups, settings, seed=0).groups] == [100, 101]
+        return
+    reason = rf"selection\.kind: .*:{function} must return indices of the 3 groups.* {returned}$"
+    with pytest.raises(TrainingError, match=reason):
+        select(groups, settings, seed=0)
