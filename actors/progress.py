@@ -83,11 +83,12 @@ def renewal(
 
     `generated`: tokens of the actor's engine since its start.
     """
-    own = {g: p.count + generated * (p.generating > 0) for g, p in progresses.items()}
-    total = sum(own.values())
+    shared = {g: generated * (p.generating > 0) for g, p in progresses.items()}
+    # No more than a ticket tells once it is played itself: it would seem to stand still then.
+    waiting = max(shared.values(), default=0) or sum(p.count for p in progresses.values())
     slowest = {group: progress.slowest() for group, progress in progresses.items()}
     return messages.Renew(
-        progress={g: total if p.queued else own[g] for g, p in progresses.items()},
+        progress={g: waiting if p.queued else p.count + shared[g] for g, p in progresses.items()},
         doing={group: text for group, (text, _) in slowest.items()},
         still_s={group: seconds for group, (_, seconds) in slowest.items()},
         weights=weights,

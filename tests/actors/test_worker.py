@@ -363,7 +363,22 @@ def test_a_long_turn_is_progress_while_the_engine_samples() -> None:
         return [renewed.progress[group] for group in range(3)]
 
     first, second = asyncio.run(told(100)), asyncio.run(told(160))
-    assert (first, second) == ([103, 5, 108], [163, 5, 168])
+    assert (first, second) == ([103, 5, 100], [163, 5, 160])
+
+
+def test_an_evaluation_that_waited_for_rollouts_moves_once_it_is_played_itself() -> None:
+    """The learner waits for an evaluation only while it tells more than ever before."""
+    rollouts = {group: TicketProgress(count=40, generating=2) for group in range(3)}
+    evaluation = TicketProgress(queued=True)
+
+    async def told(generated: int) -> int:
+        progresses = rollouts | {9: evaluation}
+        return renewal(progresses, generated, None, None, evaluation.clock, 0).progress[9]
+
+    waited = [asyncio.run(told(generated)) for generated in (1000, 2000)]
+    rollouts.clear()
+    evaluation.queued, evaluation.generating = False, 2
+    assert waited[0] < waited[1] < asyncio.run(told(2001))
 
 
 def test_troubles_with_an_environment_service_are_told(run: Callable[..., None]) -> None:
