@@ -16,7 +16,8 @@ class TicketProgress:
     `queued`: the ticket waits for others of this actor, so their progress counts as its own.
     `generating`: members whose turn the engine has, or will have; meanwhile all tokens of the
     engine count. `played`: members whose episode is over. `last`: each member's last activity and
-    its seconds. `clock`: that of the process.
+    its seconds. `clock`: that of the process. `agents`: times from which and until which agents may
+    run. What they do between their calls is not seen, so their time counts as well.
     """
 
     count: int = 0
@@ -24,12 +25,24 @@ class TicketProgress:
     generating: int = 0
     played: int = 0
     last: dict[int, tuple[str, float]] = field(default_factory=dict)
+    agents: tuple[float, float] = (0.0, 0.0)
     clock: ActivityClock = field(default_factory=lambda: ActivityClock(ACTOR_LEVELS))
     _doing: dict[int | None, tuple[str, float]] = field(default_factory=dict)
 
     def during(self, member: int | None, what: str) -> "_Activity":
         """Record an activity of a member, or of all members if None, while the block runs."""
         return _Activity(self.last, self._doing, member, what)
+
+    def run_agents(self, limit_s: float) -> None:
+        """Note the start of an agent that is ended after `limit_s`."""
+        now = asyncio.get_running_loop().time()
+        since, until = self.agents
+        self.agents = (since or now, max(until, now + limit_s))
+
+    def shared(self, generated: int) -> int:
+        """Return the progress beside `count`; `generated`: tokens of the engine since its start."""
+        now, (since, until) = asyncio.get_running_loop().time(), self.agents
+        return generated * (self.generating > 0 or now < until) + int(min(now, until) - since)
 
     def slowest(self) -> tuple[str, float]:
         """Describe the activity that has lasted longest, with its member; also its seconds."""
@@ -83,7 +96,7 @@ def renewal(
 
     `generated`: tokens of the actor's engine since its start.
     """
-    shared = {g: generated * (p.generating > 0) for g, p in progresses.items()}
+    shared = {g: p.shared(generated) for g, p in progresses.items()}
     # No more than a ticket tells once it is played itself: it would seem to stand still then.
     waiting = max(shared.values(), default=0) or sum(p.count for p in progresses.values())
     slowest = {group: progress.slowest() for group, progress in progresses.items()}

@@ -129,6 +129,7 @@ class AgentRunner:
         where = f"task {ticket.task.task_id}, member {member}"
         try:
             with progress.during(member, f"agent {self.path}"):
+                progress.run_agents(setting.episode_timeout_s)
                 async with asyncio.timeout(setting.episode_timeout_s) as limit:
                     outcome = await self._call(ticket, member, session, base_url, token)
         except TimeoutError:

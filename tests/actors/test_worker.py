@@ -23,6 +23,7 @@ from actors.envs.adapters.service_client import drain
 from actors.postprocess import ActorComponents
 from actors.progress import TicketProgress, renewal
 from actors.worker import ActorReplaced
+from evolver_async.buffer.state.leases import Leases
 from evolver_async.config import StageConfig
 from evolver_async.config.load import dump, load
 from evolver_async.launch.serial import VirtualLoop
@@ -379,6 +380,24 @@ def test_an_evaluation_that_waited_for_rollouts_moves_once_it_is_played_itself()
     rollouts.clear()
     evaluation.queued, evaluation.generating = False, 2
     assert waited[0] < waited[1] < asyncio.run(told(2001))
+
+
+def test_an_agent_that_works_between_its_calls_keeps_its_ticket_until_its_deadline() -> None:
+    loop, progress = VirtualLoop(), TicketProgress(count=7)
+    leases = Leases(lease_s=30.0, stall_s=120.0)
+    leases.grant("actor-0", 5, 0, [0], 0.0)
+
+    async def play() -> None:
+        progress.run_agents(600.0)
+        while leases.held("actor-0", 5) is not None:
+            await asyncio.sleep(1.0)
+            leases.expire(loop.time())
+            renewed = renewal({5: progress}, 100, None, None, progress.clock, 0)
+            leases.renew("actor-0", renewed.progress, loop.time())
+
+    loop.run_until_complete(play())
+    assert 719.0 <= loop.time() <= 722.0
+    loop.close()
 
 
 def test_troubles_with_an_environment_service_are_told(run: Callable[..., None]) -> None:

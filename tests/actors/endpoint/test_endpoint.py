@@ -39,7 +39,7 @@ from actors.envs.base import EnvironmentFailure
 from actors.formats.chat import Chat
 from actors.formats.turns import ThinkAnswer
 from actors.llm.client import Endpoint
-from actors.progress import TicketProgress
+from actors.progress import TicketProgress, renewal
 from actors.rollout.episode import EpisodeLate
 from actors.rollout.episode_config import Setting
 from actors.rollout.finished import Finished
@@ -553,6 +553,29 @@ def test_a_deadline_is_the_agents_fault_or_the_policys() -> None:
     ran = run(returning(1.0), engine, episode_timeout_s=6.0)
     assert isinstance(ran.error, EpisodeLate)
     assert engine.cancelled == 1 and engine.released
+
+
+def test_an_agent_moves_between_its_calls() -> None:
+    progress = TicketProgress()
+
+    def told() -> int:
+        return renewal({5: progress}, 100, None, None, progress.clock, 0).progress[5]
+
+    async def agent(*, base_url: str, api_key: str, task: Task, seed: int) -> float:
+        async with Client(base_url=base_url, api_key=api_key, max_retries=0) as client:
+            await ask(client, ASK)
+        before = told()
+        while told() == before:
+            await asyncio.sleep(0.05)
+        return 1.0
+
+    async def all_of_it() -> None:
+        agents, finished = AgentRunner(agent, "tests:agent", Scripted("a"), CHAT), list[Finished]()
+        await agents.run(ticket(), setting(episode_timeout_s=10.0), progress, finished.append)
+        await agents.close()
+        assert len(finished) == 1
+
+    asyncio.run(all_of_it())
 
 
 def test_whoever_hangs_up_ends_the_generation_and_leaves_no_trace() -> None:
