@@ -33,6 +33,11 @@ class TicketProgress:
         """Record an activity of a member, or of all members if None, while the block runs."""
         return _Activity(self.last, self._doing, member, what)
 
+    def restart(self, member: int) -> None:
+        """Let a member's activity begin now: it has made progress."""
+        if (doing := self._doing.get(member)) is not None:
+            self._doing[member] = (doing[0], asyncio.get_running_loop().time())
+
     def run_agents(self, limit_s: float) -> None:
         """Note the start of an agent that is ended after `limit_s`."""
         now = asyncio.get_running_loop().time()

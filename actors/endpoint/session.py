@@ -119,6 +119,7 @@ class EndpointSession:
             self._busy_since = loop.time()
         self._calls.add(task)
         self.progress.generating += 1
+        self.progress.restart(self.member)
         try:
             with self.progress.clock.during(GENERATING):
                 return await self.engine.generate(call)
@@ -127,6 +128,7 @@ class EndpointSession:
             raise
         finally:
             self.progress.generating -= 1
+            self.progress.restart(self.member)
             self._calls.discard(task)
             if not self._calls:
                 self._generated_s += loop.time() - self._busy_since

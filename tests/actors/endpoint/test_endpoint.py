@@ -578,6 +578,30 @@ def test_an_agent_moves_between_its_calls() -> None:
     asyncio.run(all_of_it())
 
 
+def test_a_call_begins_the_time_without_progress_anew() -> None:
+    progress, still = TicketProgress(), list[float]()
+
+    async def agent(*, base_url: str, api_key: str, task: Task, seed: int) -> float:
+        now = asyncio.get_running_loop().time
+        began = now()
+        async with Client(base_url=base_url, api_key=api_key, max_retries=0) as client:
+            for _ in range(2):
+                await asyncio.sleep(0.3)
+                await ask(client, ASK)
+        text, seconds = progress.slowest()
+        assert text.startswith("member 0: agent tests:agent for")
+        still.extend((seconds, now() - began))
+        return 1.0
+
+    async def all_of_it() -> None:
+        agents = AgentRunner(agent, "tests:agent", Scripted("a", "b"), CHAT)
+        await agents.run(ticket(), setting(), progress, lambda _: None)
+        await agents.close()
+
+    asyncio.run(all_of_it())
+    assert still[0] < still[1] - 0.5
+
+
 def test_whoever_hangs_up_ends_the_generation_and_leaves_no_trace() -> None:
     engine = Scripted("a", "b")
 
