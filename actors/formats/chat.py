@@ -11,6 +11,7 @@ marker of experience, it is written so that no tokenizer takes it for one.
 
 from array import array
 from collections.abc import Iterable
+from datetime import datetime
 from functools import lru_cache
 from typing import Any
 
@@ -24,6 +25,8 @@ OPENING, CLOSING = "<experience>", "</experience>"
 REMEMBERED = 4096  # texts whose tokens are kept: observations repeat, and members share a prompt
 LONGEST = 1000  # characters of a text whose tokens are kept
 LONGEST_TURN = 32  # tokens of a turn whose text is kept: short ones repeat
+# For templates that write the date: every day has the same prompts. Llama's fall back to this one.
+TODAY = datetime(2024, 7, 26)
 
 
 class Chat:
@@ -134,6 +137,7 @@ class Chat:
             tools=tools or None,
             tokenize=False,
             add_generation_prompt=True,
+            strftime_now=TODAY.strftime,
             forced_prefix="",  # of a template that an earlier run exported: the prefix comes after
         )
 

@@ -1,11 +1,13 @@
 """Conversations in tokens: equal to the template's rendering, and append-only."""
 
 import re
+from datetime import datetime, tzinfo
 
 import pytest
-from chatml import make_tokenizer
+from chatml import TEMPLATE, make_tokenizer
 from hypothesis import example, given
 from hypothesis import strategies as st
+from transformers.utils import chat_template_utils
 
 from actors.engines.base import Generation
 from actors.formats.chat import USER, Chat, Stream
@@ -112,6 +114,27 @@ def test_the_users_message_begins_where_it_is_said(system: str, user: str) -> No
     tokens = CHAT.first(system, user, "<answer>")
     before = TOKENIZER.decode(tokens[:place], clean_up_tokenization_spaces=False)
     assert before == f"<|im_start|>system\n{system}<|im_end|>\n<|im_start|>user\n"
+
+
+def test_a_template_that_writes_the_date_writes_the_same_on_every_day(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A run goes on after midnight, and its seed gives the same prompts in every year."""
+    chat = Chat(make_tokenizer("Today: {{ strftime_now('%d %b %Y') }}\n" + TEMPLATE))
+    prompts, places = list[list[int]](), list[int]()
+    for day in (1, 2):
+
+        class Clock(datetime):
+            today_is = datetime(2026, 11, day)
+
+            @classmethod
+            def now(cls, tz: tzinfo | None = None) -> datetime:
+                return cls.today_is
+
+        monkeypatch.setattr(chat_template_utils, "datetime", Clock)
+        prompts.append(chat.first("be brief", f"map {day}", ""))
+        places.append(chat.place_of_user("be brief", f"map {day}"))
+    assert places[0] == places[1] and prompts[0][: places[0]] == prompts[1][: places[1]]
 
 
 def test_a_template_that_counts_the_user_has_no_place_for_experience() -> None:
