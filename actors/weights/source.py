@@ -8,9 +8,9 @@ Generation continues while a version is staged. `FetchedWeights` is for engines 
 `vllm_core` is for engines whose own processes receive the weights.
 """
 
-import asyncio
 from typing import TYPE_CHECKING, Protocol
 
+from actors.weights.threads import in_thread
 from evolver_async.schema import WeightId
 from evolver_async.weights import probe
 from evolver_async.weights.channel.base import Receiver
@@ -75,13 +75,8 @@ class FetchedWeights:
         return self._receiver.available()
 
     async def stage(self, weights: WeightId) -> probe.Probe | None:
-        fetch = self._receiver.fetch
-        # In a thread, as copying can take seconds. A virtual clock does not wait for threads.
-        if getattr(asyncio.get_running_loop(), "virtual", False):
-            found = fetch(weights)
-        else:
-            found = await asyncio.to_thread(fetch, weights)
-        tensors, carried = probe.separate(found)
+        # In a thread, as copying can take seconds.
+        tensors, carried = probe.separate(await in_thread(self._receiver.fetch, weights))
         self._staged = weights, tensors
         return carried
 

@@ -6,12 +6,11 @@ is copied in a thread, while the engine takes no step.
 
 import asyncio
 from collections.abc import Callable
-from typing import TypeVar
 
 from torch import Tensor
 
-R = TypeVar("R")
-S = TypeVar("S")
+from actors.weights.threads import in_thread
+
 Pairs = list[tuple[Tensor, Tensor]]  # the model's tensor and the new one
 PIECE = 4 << 20  # numbers of one copy to another device
 
@@ -72,10 +71,3 @@ def drop(tensors: list[Tensor]) -> None:
     """Free tensors one by one: other threads can run in between."""
     while tensors:
         tensors.pop()
-
-
-async def in_thread(work: Callable[[R], S], subject: R) -> S:
-    """Call `work` in a thread and wait for it; in a serial run, whose clock does not wait, here."""
-    if getattr(asyncio.get_running_loop(), "virtual", False):
-        return work(subject)
-    return await asyncio.to_thread(work, subject)
