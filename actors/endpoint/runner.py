@@ -6,6 +6,7 @@ An agent runs on the actor's event loop: blocking code in it must run in a threa
 import asyncio
 import logging
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -31,6 +32,7 @@ from evolver_async.schema import Ticket, TurnFlag
 
 log = logging.getLogger(__name__)
 
+THREADS = 512  # for blocking calls of an actor's agents; asyncio has four more than processors
 COUNTED = (
     *("episodes", "calls", "sequences", "merged", "unreadable_calls", "limited"),
     *("exceptions", "late", "no_calls", "no_reward"),
@@ -81,6 +83,7 @@ class AgentRunner:
         self._template = Template(self.chat)
         self._server = EndpointServer(self.path, self.failures)
         self._counts: Counter[str] = Counter()
+        self._threads: ThreadPoolExecutor | None = None
 
     async def run(
         self, ticket: Ticket, setting: Setting, progress: TicketProgress, deliver: Deliver
@@ -90,6 +93,9 @@ class AgentRunner:
         After all members have ended, raise EnvironmentFailure, else EpisodeLate, if one failed, or
         JudgementMissing. An exception of the engine is raised at once.
         """
+        if self._threads is None:
+            self._threads = ThreadPoolExecutor(THREADS, "agents")
+            asyncio.get_running_loop().set_default_executor(self._threads)
         waiting: list[_EpisodeRun] = []
 
         async def play(member: int) -> None:

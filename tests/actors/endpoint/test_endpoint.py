@@ -8,6 +8,7 @@ import contextlib
 import copy
 import json
 import re
+import threading
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -576,6 +577,18 @@ def test_an_agent_moves_between_its_calls() -> None:
         assert len(finished) == 1
 
     asyncio.run(all_of_it())
+
+
+def test_blocking_calls_of_agents_do_not_wait_for_each_other() -> None:
+    calls = 33  # asyncio alone makes 32 at once at most
+    together = threading.Barrier(calls)
+
+    async def player(client: Client) -> float:
+        await ask(client, ASK)
+        await asyncio.gather(*(asyncio.to_thread(together.wait, 5) for _ in range(calls)))
+        return 1.0
+
+    assert run(player, Scripted("a")).one.success
 
 
 def test_a_call_begins_the_time_without_progress_anew() -> None:
