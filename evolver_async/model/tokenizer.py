@@ -34,14 +34,11 @@ def load_tokenizer(directory: str | Path) -> "PreTrainedTokenizerFast":
 
 
 def tokenizer_hash(directory: str | Path) -> str:
-    """Compute a fingerprint of tokenizer and chat template, 32 hexadecimal digits."""
-    digest = hashlib.blake2b(_tokenizer_json(directory).read_bytes(), digest_size=16)
-    # The template has a file of its own or, in older directories, is in tokenizer_config.json.
-    for name in ("chat_template.jinja", "tokenizer_config.json"):
-        path = Path(directory) / name
-        if path.is_file():
-            digest.update(path.read_bytes())
-            break
+    """Compute a fingerprint of tokenizer, chat template and special tokens, which end turns: 32
+    hexadecimal digits."""
+    root, digest = _tokenizer_json(directory).parent, hashlib.blake2b(digest_size=16)
+    for path in filter(Path.is_file, (root / name for name in TOKENIZER_FILES)):
+        digest.update(path.read_bytes())
     return digest.hexdigest()
 
 

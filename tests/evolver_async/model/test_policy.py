@@ -260,6 +260,11 @@ def test_tokenizers_differ_by_fingerprint_and_need_no_torch(tiny, tmp_path):
     template = tmp_path / "other" / "chat_template.jinja"
     template.write_text(template.read_text() + " ")
     assert tokenizer_hash(tiny) != tokenizer_hash(tmp_path / "other")
+    shutil.copytree(tiny, tmp_path / "endless")
+    config = tmp_path / "endless" / "tokenizer_config.json"
+    config.write_text(config.read_text().replace('"<|end|>"', '"<|endoftext|>"'))
+    assert load_tokenizer(tmp_path / "endless").eos_token != load_tokenizer(tiny).eos_token
+    assert tokenizer_hash(tiny) != tokenizer_hash(tmp_path / "endless")
     code = (
         "import sys; from evolver_async.model.tokenizer import tokenizer_hash\n"
         "print(tokenizer_hash(sys.argv[1]), 'torch' in sys.modules)"
