@@ -1,29 +1,24 @@
 """Detection of stop strings in sampled tokens."""
 
-from collections.abc import Sequence
-from functools import cached_property
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from functools import cached_property, lru_cache
 
 from transformers import PreTrainedTokenizerBase
 
 UNDECODED = "\ufffd"  # decoded part of a multi-byte character
+REMEMBERED = 256  # tuples of stop strings whose tokens are kept: agents choose their own
 
 
 class StopStrings:
-    """Detector that decodes only after a token that can complete a stop string."""
+    """Detector that decodes only after a token that can complete a stop string.
+
+    `completers(strings)`: the tokens whose text can contain the end of one of the strings.
+    """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
-        self._completers: dict[tuple[str, ...], frozenset[int]] = {}
-
-    def completers(self, strings: tuple[str, ...]) -> frozenset[int]:
-        """Return the tokens whose text can contain the end of one of the strings."""
-        if strings not in self._completers:
-            self._completers[strings] = frozenset(
-                token
-                for token, text in enumerate(self._texts)
-                if any(_may_complete(text, string) for string in strings)
-            )
-        return self._completers[strings]
+        self.completers = lru_cache(REMEMBERED)(self._find_completers)
 
     def found(self, tokens: Sequence[int], strings: tuple[str, ...]) -> bool:
         """Return True if a string ends within the last of the sampled tokens."""
@@ -32,15 +27,33 @@ class StopStrings:
         text = self._tokenizer.decode(list(tokens[-reach:]), skip_special_tokens=False)
         return any(string in text for string in strings)
 
+    def _find_completers(self, strings: tuple[str, ...]) -> frozenset[int]:
+        if not strings:
+            return frozenset()
+        texts, tokens = self._vocabulary
+        found = set[int]()
+        for whole in (UNDECODED, *strings):
+            found.update([place for place, text in enumerate(texts) if whole in text])
+        for beginning in {one for string in strings for one in _beginnings(string)}:
+            place = bisect_left(texts, beginning)
+            while place < len(texts) and texts[place].startswith(beginning):
+                found.add(place)
+                place += 1
+        return frozenset(tokens[place] for place in found)
+
     @cached_property
-    def _texts(self) -> list[str]:
+    def _vocabulary(self) -> tuple[list[str], list[int]]:
+        """Texts of all tokens in alphabetical order, and their tokens."""
         ids = [[token] for token in range(len(self._tokenizer))]
-        return self._tokenizer.batch_decode(ids, skip_special_tokens=False)
+        texts = self._tokenizer.batch_decode(ids, skip_special_tokens=False)
+        tokens = sorted(range(len(texts)), key=texts.__getitem__)
+        return [texts[token] for token in tokens], tokens
 
 
-def _may_complete(text: str, string: str) -> bool:
-    # Some decoders drop the space before the first word, hence both forms.
-    return UNDECODED in text or any(
-        string in form or any(form.startswith(string[i:]) for i in range(1, len(string)))
-        for form in (text, " " + text)
-    )
+def _beginnings(string: str) -> Iterator[str]:
+    """Yield how the text of a token can begin that ends the string and contains not all of it."""
+    for start in range(len(string)):
+        if start:
+            yield string[start:]
+        if string[start] == " ":  # some decoders drop the space before the first word
+            yield string[start + 1 :]
