@@ -58,14 +58,14 @@ def mechanisms(config: Config) -> Iterator[tuple[str, str]]:
         yield from endpoint(f"{name}.llm", section.llm)
     stall = config.buffer.stall_s
     for name, waits in (
-        ("judge", judged or config.judge.kind in ("self", "llm")),
+        ("judge", judged or config.judge.kind not in UNAUDITED),
         ("reflection", config.reflection.kind == "llm"),
     ):
         if waits and getattr(config, name).timeout_s >= stall:
             yield (
                 f"{name}.timeout_s",
                 f"must be less than buffer.stall_s ({stall:g}): a group makes no progress while it"
-                " waits for the model",
+                " waits for the answer",
             )
     questioning, experience = config.questioning, config.experience
     if config.advantage.kind == "adca" and config.judge.kind == "none":

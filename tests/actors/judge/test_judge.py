@@ -593,6 +593,7 @@ LLM = ("judge.kind=llm", "judge.llm.model=m", "judge.llm.url=http://localhost:1/
         ((*LLM, "judge.llm.url=http://host:80a/v1"), "judge.llm.url"),
         ((*LLM, "judge.llm.url=http://host:99999/v1"), "judge.llm.url"),
         (("judge.kind=self", "judge.timeout_s=300"), "judge.timeout_s"),
+        (("judge.kind=json:loads", "judge.timeout_s=300"), "judge.timeout_s"),
     ],
 )
 def test_what_no_judge_can_work_with_is_refused_before_the_start(
