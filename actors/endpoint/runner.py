@@ -195,7 +195,7 @@ class AgentRunner:
         histories = [played.session.recorder.histories() for played in waiting]
         scores = await self.judge.score(ticket.group_id, histories)
         if scores is None:
-            raise JudgementMissing(ticket.task.task_id)
+            raise JudgementMissing("judge.llm gave no scores, the log says why")
         for played, score in zip(waiting, scores, strict=True):
             deliver(self._finished(ticket, setting, played, outcome_of(score)))
 

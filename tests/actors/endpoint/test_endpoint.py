@@ -1044,6 +1044,7 @@ def test_without_a_good_judgment_nobody_is_paid_anything() -> None:
     with OpenAIServer("all of them are fine", '{"scores": [1, 1]}') as server:
         ran = judged(server)
     assert isinstance(ran.error, JudgementMissing) and ran.finished == []
+    assert "judge.llm" in str(ran.error), "`evaluate` shows nothing else"
     assert ran.counts["agent/unjudged"] == 1 and ran.counts["agent/unreadable_judgments"] == 2
 
 
