@@ -6,8 +6,10 @@ import os
 import signal
 import socket
 
+from actors.checks.config import check_own
 from actors.endpoint.runner import make_agents
 from actors.engines.factory import follow_weights
+from actors.envs.base import make_env
 from actors.experience.guide import ServiceGuide
 from actors.failures import FailureCounts
 from actors.formats.chat import Chat
@@ -17,6 +19,7 @@ from actors.questioning.questioner import make_questioner
 from actors.reward_terms import reward_terms
 from actors.scripted.reflection import Reflector
 from actors.worker import ActorReplaced, Worker
+from evolver_async.buffer.stages import eval_sets_of, source_of
 from evolver_async.config import Config, ConfigError
 from evolver_async.config.load import from_dict, stage_config
 from evolver_async.config.secrets import reveal
@@ -75,14 +78,16 @@ async def join(client: Client) -> tuple[Config, messages.Welcome]:
         await client.request(hello)
     except Rejected as error:
         raise ConfigError(f"--connect: {error}") from None
-    check_references(config)
+    check_host(config)
     return config, welcome
 
 
-def check_references(config: Config) -> None:
-    """Raise ConfigError for a variable that environments of the run need and that is not set.
+def check_host(config: Config) -> None:
+    """Raise ConfigError for what the run's episodes need and this host lacks: a variable, or code
+    of the user's.
 
-    Found only by a task it would be that task's failure.
+    Found only by a task it would be that task's failure, which quarantines it for all actors. The
+    environments of a task file are not checked, for only the launcher's host has the file.
     """
     for index in range(len(config.stages)):
         staged = stage_config(config, index)
@@ -91,6 +96,14 @@ def check_references(config: Config) -> None:
             reveal(part.params, f"tasks.mixture[{number}].params")
         for name, chosen in staged.eval.sets.items():
             reveal(chosen.env.params, f"eval.sets.{name}.env.params")
+        try:
+            check_own(staged)
+            if not (staged.tasks.path or staged.rollout.agent):
+                sources = source_of(staged), *(one.source for one in eval_sets_of(staged).values())
+                for part in (part for source in sources for part in source.parts):
+                    make_env(part.env, part.params)
+        except ValueError as error:
+            raise ConfigError(f"this host cannot play the run's episodes: {error}") from error
 
 
 async def serve(args: RoleArgs) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from actors.endpoint.runner import load_agent
 from actors.envs import base
 from actors.formats.tool_calls import CODE_TOOL
-from actors.formats.turns import THOUGHTFUL, turn_format
+from actors.formats.turns import FORMATS, THOUGHTFUL, turn_format
 from actors.judge.factory import JUDGES
 from actors.llm.client import authorization
 from actors.questioning.profile import load_profile
@@ -52,15 +52,11 @@ def check(config: Config) -> None:
             f"experience.kind: {config.experience.kind} needs faiss, which is not installed: run"
             " pip install 'evolver-async[faiss]', or 'evolver-async[gpu]' for GPUs"
         )
-    if config.rollout.agent:
-        load_agent(config.rollout.agent)
+    check_own(config)
     if config.rollout.agent_reward == "judged":
         authorization(config.judge.llm, "judge")
     if config.questioning.profile:
         load_profile(config.questioning.profile)
-    if is_own(config.judge.kind):
-        implementation("judge.kind", config.judge.kind, JUDGES)
-    reward_terms(config.rollout.reward_terms)
     for index, stage, staged, name, env in _environments(config):
         _check_async(index, stage, staged, name, env)
         _check_turns(staged, name, env)
@@ -85,6 +81,19 @@ def check(config: Config) -> None:
             )
     _check_evaluated(config)
     _check_eval_sets(config)  # a set repeats what it does not change: a stage's own key comes first
+
+
+def check_own(config: Config) -> None:
+    """Raise ValueError, naming the key, for an agent, a judge, a reward term or a turn format of
+    the user's that cannot be imported."""
+    rollout, judge = config.rollout, config.judge.kind
+    if rollout.agent:
+        load_agent(rollout.agent)
+    if is_own(judge):
+        implementation("judge.kind", judge, JUDGES)
+    reward_terms(rollout.reward_terms)
+    if is_own(rollout.format):
+        implementation("rollout.format", rollout.format, FORMATS)
 
 
 def _environments(config: Config) -> Iterator[tuple[int, StageConfig, Config, str, base.Env]]:

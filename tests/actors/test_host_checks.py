@@ -1,0 +1,58 @@
+"""Needs of a run that an actor checks on its host before it asks for tasks."""
+
+import pytest
+
+from actors.main import check_host
+from evolver_async.config import ConfigError
+from evolver_async.config.load import load
+
+STAGE = "stages=[{kind: rl, steps: 9}]"
+UNSET = "${oc.env:EVOLVER_TEST_UNSET}"
+
+
+@pytest.mark.parametrize(
+    ("argument", "key"),
+    [
+        (
+            f"env={{name: bandit, params: {{low_arm: '{UNSET}'}}}}",
+            r"env\.params\.low_arm",
+        ),
+        (
+            f"tasks.mixture=[{{env: bandit}}, {{env: bandit, params: {{low_arm: '{UNSET}'}}}}]",
+            r"tasks\.mixture\[1\]\.params\.low_arm",
+        ),
+        (
+            f"eval.sets.far.env={{name: bandit, params: {{low_arm: '{UNSET}'}}}}",
+            r"eval\.sets\.far\.env\.params\.low_arm",
+        ),
+    ],
+)
+def test_a_variable_that_an_actor_lacks_is_named_with_its_key(
+    argument: str, key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = load(None, [STAGE, argument])
+    with pytest.raises(ValueError, match=rf"^{key}: the environment variable EVOLVER_TEST_UNSET"):
+        check_host(config)
+    monkeypatch.setenv("EVOLVER_TEST_UNSET", "raven")
+    check_host(config)
+
+
+@pytest.mark.parametrize(
+    ("argument", "key"),
+    [
+        ("env.name=not_here:Env", r"env\.name: cannot import 'not_here:Env'"),
+        ("env.params.colour=red", r"env\.params\.colour: .* has no such parameter"),
+        ("tasks.mixture=[{env: bandit}, {env: 'not_here:Env'}]", r"env\.name: .*'not_here:Env'"),
+        ("eval.sets.far.env.name=not_here:Env", r"env\.name: cannot import 'not_here:Env'"),
+        ("rollout.agent=not_here:play", r"rollout\.agent: cannot import 'not_here:play'"),
+        ("judge.kind=not_here:judge", r"judge\.kind: cannot import 'not_here:judge'"),
+        ("rollout.reward_terms=[not_here:term]", r"rollout\.reward_terms: .*'not_here:term'"),
+        ("rollout.format=not_here:style", r"rollout\.format: cannot import 'not_here:style'"),
+    ],
+)
+def test_code_that_an_actors_host_lacks_is_named_before_a_task_fails(
+    argument: str, key: str
+) -> None:
+    config = load(None, [STAGE, argument])
+    with pytest.raises(ConfigError, match=rf"^this host cannot play .*: {key}"):
+        check_host(config)
