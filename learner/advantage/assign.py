@@ -5,6 +5,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from evolver_async.config import AdvantageConfig
+from evolver_async.errors import TrainingError
+from evolver_async.extension import is_own
 from evolver_async.schema import Array
 from learner.advantage.gae import (
     Estimate,
@@ -94,9 +96,8 @@ def _by_group(
     advantage_U = np.zeros_like(rewards.turn_reward_U)
     if finite_P.any():
         compared = replace(rewards, group_P=batch.peer_P).of(finite_P)
-        advantage_U[finite_P[rewards.trajectory_U]], baseline = estimator_of(settings)(
-            compared, given.of(finite_P), settings
-        )
+        estimate_U, baseline = _estimated(compared, given.of(finite_P), settings)
+        advantage_U[finite_P[rewards.trajectory_U]] = estimate_U
         finite_P &= finite_groups(rewards, advantage_U)
     metrics = {}
     if settings.kind == "adca":
@@ -106,6 +107,29 @@ def _by_group(
         }
     advantage_U = np.where(finite_P[rewards.trajectory_U], advantage_U, 0.0)
     return advantage_U[batch.turn_at_N], finite_P, baseline, metrics
+
+
+def _estimated(
+    rewards: Rewards, given: EstimatorInput, settings: AdvantageConfig
+) -> tuple[Array, float]:
+    """Return the advantages of the turns and the next running baseline.
+
+    Raises TrainingError, which names the key, if an own function returns anything else.
+    """
+    found = estimator_of(settings)(rewards, given, settings)
+    if not is_own(settings.kind):
+        return found
+    wanted_U = rewards.turn_reward_U.shape
+    try:
+        estimate_U, baseline = found
+        estimate_U, baseline = np.asarray(estimate_U, np.float64), float(baseline)
+        problem = "" if estimate_U.shape == wanted_U else f"advantages of shape {estimate_U.shape}"
+    except (TypeError, ValueError) as error:
+        problem = f"{type(found).__name__} ({error})"
+    if problem:
+        wanted = f"advantages of shape {wanted_U}, one a turn, and the baseline"
+        raise TrainingError(f"advantage.kind: {settings.kind} returned {problem}, not {wanted}")
+    return estimate_U, baseline
 
 
 def _by_critic(

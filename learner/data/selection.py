@@ -6,12 +6,13 @@ Works on complete groups before collation. Formulas: algorithms §8.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from operator import index
 
 import numpy as np
 
 from evolver_async.config import SelectionConfig
 from evolver_async.errors import TrainingError
-from evolver_async.extension import implementation
+from evolver_async.extension import implementation, is_own
 from evolver_async.schema import Group
 from learner.data.resampling import resampled, resampling_metrics
 
@@ -52,7 +53,7 @@ def select(groups: list[Group], settings: SelectionConfig, *, seed: int) -> Sele
     """
     if settings.kind == "all":
         return Selected(groups, {})
-    kept = _chosen(groups, settings)
+    kept = _kept(groups, settings)
     filtered: dict[str, list[int]] = {}
     for i, group in enumerate(groups):
         if i not in kept:
@@ -72,16 +73,25 @@ def select(groups: list[Group], settings: SelectionConfig, *, seed: int) -> Sele
     return Selected(chosen, filtered, scale, metrics)
 
 
-def _chosen(groups: list[Group], settings: SelectionConfig) -> set[int]:
-    """Return the indices of the groups that train. TrainingError for anything but indices."""
-    spreads = [reward_spread(group) for group in groups]
-    found = [*selection_of(settings)(groups, spreads, settings)]
-    for index in found:
-        whole = isinstance(index, int | np.integer) and not isinstance(index, bool)
-        if not whole or not 0 <= index < len(groups):
-            needed = f"must return indices of the {len(groups)} groups"
-            raise TrainingError(f"selection.kind: {settings.kind} {needed}, returned {index!r}")
-    return set(found)
+def _kept(groups: list[Group], settings: SelectionConfig) -> set[int]:
+    """Return the indices of the groups that `selection.kind` keeps.
+
+    Raises TrainingError, which names the key, if an own function returns anything else, such as a
+    truth value for each group.
+    """
+    found = selection_of(settings)(groups, [reward_spread(group) for group in groups], settings)
+    if not is_own(settings.kind):
+        return found
+    try:
+        kept = {-1 if isinstance(one, bool) else index(one) for one in found}
+    except TypeError:
+        kept = {-1}
+    if not kept <= set(range(len(groups))):
+        raise TrainingError(
+            f"selection.kind: {settings.kind} must return indices of groups, from 0 to"
+            f" {len(groups) - 1}, and returned {repr(found)[:100]}"
+        )
+    return kept
 
 
 def selection_of(settings: SelectionConfig) -> Selection:

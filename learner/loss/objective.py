@@ -13,7 +13,7 @@ from learner.diagnostics.offpolicy import Accounting
 from learner.loss.correction import (
     ActionTokens,
     Corrected,
-    correction_of,
+    corrected_tokens,
     prepared,
     reads_anchor,
     scales_lr,
@@ -82,7 +82,7 @@ class Objective:
         tokens = ActionTokens(
             theta_N, old_N, anchor_N, advantage_N, micro.trajectory_N, micro.of(self.prepared_N)
         )
-        corrected = correction_of(self.correction)(tokens, self.correction)
+        corrected = corrected_tokens(tokens, self.correction)
         if scales_lr(self.correction):
             log_q_P = trajectory_totals((theta_N - old_N).detach(), micro.trajectory_N)
             accounting.add_trajectories(log_q_P.cpu().numpy())

@@ -36,15 +36,6 @@ def first_two(groups: list[Group], spreads: list[float], settings: SelectionConf
     return set(range(min(2, len(groups))))
 
 
-def as_a_mask(groups: list[Group], spreads: list[float], settings: SelectionConfig) -> list[bool]:
-    """What numpy users may return in place of indices."""
-    return [spread > 0 for spread in spreads]
-
-
-def from_the_end(groups: list[Group], spreads: list[float], settings: SelectionConfig) -> set[int]:
-    return {-1}
-
-
 def last_in(held: Any, lag: int, params: dict[str, Any]) -> float:
     return -held.order
 

@@ -139,16 +139,24 @@ def test_nothing_is_left_of_a_step_without_spread(kind):
     assert selected.groups == [] and selected.filtered == {"zero_spread": [7]}
 
 
-@pytest.mark.parametrize(
-    ("function", "returned"), [("as_a_mask", "True"), ("from_the_end", "-1"), ("first_two", "")]
-)
-def test_an_own_selection_must_return_indices(function, returned):
-    """A mask would select the first two groups, and -1 the last one, which is also left out."""
-    groups = make_groups([[0.0, 1.0]] * 3)
-    settings = SelectionConfig(kind=f"own_functions:{function}")
-    if not returned:
-        assert [group.group_id for group in select(groups, settings, seed=0).groups] == [100, 101]
-        return
-    reason = rf"selection\.kind: .*:{function} must return indices of the 3 groups.* {returned}$"
-    with pytest.raises(TrainingError, match=reason):
-        select(groups, settings, seed=0)
+WRONG = {
+    "truths": [True, False],
+    "arrays": np.array([True, False]),
+    "beyond": [0, 2],
+    "below": [-1],
+    "nothing": None,
+    "names": ["0"],
+}
+
+
+def chosen_by_name(groups: list[Group], spreads: list[float], settings: SelectionConfig) -> object:
+    return WRONG[settings.params["wrong"]]
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_selection_of_anything_but_indices_ends_training_with_its_name(wrong: str) -> None:
+    kind = f"{__name__}:chosen_by_name"
+    settings = SelectionConfig(kind=kind, params={"wrong": wrong})
+    said = rf"^selection\.kind: {kind} must return indices of groups, from 0 to 1"
+    with pytest.raises(TrainingError, match=said):
+        select(make_groups([[0, 1], [1, 0]]), settings, seed=0)

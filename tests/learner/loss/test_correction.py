@@ -1,6 +1,7 @@
 """The corrections against loops in the notation of the algorithms page, and identities."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,7 +13,15 @@ from hypothesis import strategies as st
 
 from evolver_async.config import CorrectionConfig, LossConfig
 from evolver_async.config.sections.learner import by_kind
-from learner.loss.correction import ActionTokens, Corrected, correction_of, prepared, reads_anchor
+from evolver_async.errors import TrainingError
+from learner.loss.correction import (
+    ActionTokens,
+    Corrected,
+    corrected_tokens,
+    correction_of,
+    prepared,
+    reads_anchor,
+)
 from learner.loss.policy import clipped_objective, unclipped_objective
 from learner.loss.ratios import (
     guided_old,
@@ -304,3 +313,47 @@ def test_removing_the_context_of_a_good_token_holds_it_back_only_as_behaviour():
         for kind in ("stale", "anchor", "behaviour")
     }
     assert w == pytest.approx({"stale": 1.0, "anchor": 1.0, "behaviour": 0.1})
+
+
+def spread_over_tokens(tokens: ActionTokens, settings: CorrectionConfig) -> Corrected:
+    """Correction that returns what `settings.params` say is wrong, in place of the right value."""
+    ratio_N = (tokens.theta_N - tokens.anchor_N).exp()
+    whole = Corrected(ratio_N, *[ratio_N.detach()] * 3, clips=True)
+    wrong = {
+        "column": lambda: replace(whole, ratio_N=ratio_N[:, None]),
+        "single": lambda: replace(whole, weight_N=ratio_N.detach().mean()),
+        "short": lambda: replace(whole, w_N=whole.w_N[1:]),
+        "number": lambda: replace(whole, weight_N=1.0),
+        "constant": lambda: replace(whole, ratio_N=ratio_N.detach()),
+        "live": lambda: replace(whole, weight_N=ratio_N),
+        "tuple": lambda: (ratio_N, ratio_N),
+        "nothing": lambda: whole,
+    }
+    return wrong[settings.params["wrong"]]()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ("column", r"ratio_N as \(40, 1\), not as a tensor of \(40,\): one number a token"),
+        ("single", r"weight_N as \(\), not as a tensor of \(40,\)"),
+        ("short", r"w_N as \(39,\), not as a tensor of \(40,\)"),
+        ("number", r"weight_N as float, not as a tensor of \(40,\)"),
+        ("constant", "ratio_N without a gradient"),
+        ("live", "weight_N with a gradient"),
+        ("tuple", "tuple, not Corrected"),
+        ("nothing", ""),
+    ],
+)
+def test_a_result_that_is_not_one_number_a_token_is_named_with_its_function(
+    wrong: str, said: str
+) -> None:
+    kind = f"{__name__}:spread_over_tokens"
+    settings = CorrectionConfig(kind=kind, params={"wrong": wrong})
+    theta_N, constant_N = torch.zeros(40, requires_grad=True), torch.zeros(40)
+    tokens = ActionTokens(theta_N, *[constant_N] * 5)
+    if not said:
+        assert corrected_tokens(tokens, settings).clips
+        return
+    with pytest.raises(TrainingError, match=rf"^correction\.kind: {kind} returned {said}"):
+        corrected_tokens(tokens, settings)
