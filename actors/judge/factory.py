@@ -8,7 +8,7 @@ from actors.judge.judge import Judge, ModelJudge, RuleJudge
 from actors.judge.own import OwnJudge
 from actors.llm.client import Endpoint
 from actors.llm.self_client import PolicyClient
-from evolver_async.config import Config
+from evolver_async.config import Config, ConfigError
 from evolver_async.config.sections.agentevolver import UNAUDITED
 from evolver_async.extension import implementation, is_own
 
@@ -17,7 +17,7 @@ def make_judge(
     config: Config, engine: Engine, chat: Chat, failures: FailureCounts | None = None
 ) -> Judge | None:
     """Make the configured judge; None if `judge.kind` is none. Raise ConfigError if a key is
-    missing."""
+    missing, or an own function makes no judge."""
     kind, probes = config.judge.kind, config.judge.probes
     if kind == "none":
         return None
@@ -25,6 +25,8 @@ def make_judge(
     failures = failures or FailureCounts()
     judge = make(config, engine, chat, failures)
     if is_own(kind):
+        if not isinstance(judge, Judge):
+            raise ConfigError(f"judge.kind: {kind} returned {type(judge).__name__}, not a Judge")
         judge = OwnJudge(judge, timeout_s_of(config), failures)
     return AuditedJudge(judge, probes) if probes and kind not in UNAUDITED else judge
 

@@ -32,8 +32,11 @@ class OwnJudge(Judge):
             async with limit:
                 labels, source = await self._judge.label(episode)
             if not source:
+                self._counts["unlabelled"] += 1
                 return [], ""
-            return checked_labels(labels, len(episode.turns)).tolist(), str(source)
+            checked = checked_labels(labels, len(episode.turns)).tolist()
+            self._counts["labelled"] += 1
+            return checked, str(source)
         except (Exception, asyncio.CancelledError) as error:
             if own_cancellation(error):
                 raise
@@ -41,10 +44,13 @@ class OwnJudge(Judge):
             said = late if limit.expired() else one_line(error)
             log.warning("an episode stays unlabelled: %s", said)
             self._failures.note("judge", "judge.kind", said)
+            self._counts["unlabelled"] += 1
             return [], ""
 
     def counters(self) -> dict[str, float]:
-        return self._judge.counters()
+        """Return the judge's totals, with the labelled and unlabelled episodes as counted here."""
+        known = ("labelled", "unlabelled")
+        return self._judge.counters() | {f"judge/{one}": float(self._counts[one]) for one in known}
 
     async def close(self) -> None:
         await self._judge.close()

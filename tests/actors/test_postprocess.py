@@ -10,14 +10,15 @@ from workers import Buffer, Walker, granted, run, version
 
 from actors.failures import FailureCounts
 from actors.judge.audit import AuditedJudge
-from actors.judge.factory import timeout_s_of
+from actors.judge.factory import make_judge, timeout_s_of
 from actors.judge.judge import Judge, JudgedEpisode
 from actors.judge.own import OwnJudge
 from actors.postprocess import ActorComponents
 from actors.questioning.grade import Grade
 from actors.rollout.group import run_group
-from evolver_async.config import Config, JudgeConfig
+from evolver_async.config import Config, ConfigError, JudgeConfig
 from evolver_async.protocol import messages, trajectories
+from evolver_async.protocol.transcripts import Turn
 from evolver_async.schema import Task
 
 __all__ = ["run"]  # the fixture
@@ -153,6 +154,29 @@ def test_a_judge_that_fails_leaves_the_episode_unlabelled(
     (total,) = components.failures.totals()
     assert (total.kind, total.name, total.count) == ("judge", "judge.kind", 2)
     assert said in total.error
+    counted = judge.counters()
+    assert (counted["judge/labelled"], counted["judge/unlabelled"]) == (0.0, 2.0)
+
+
+@pytest.mark.parametrize("finds", [True, False])
+def test_the_episodes_that_an_own_judge_labels_are_counted(finds: bool) -> None:
+    judge = OwnJudge(Court(finds=finds), 5, FailureCounts())  # type: ignore[arg-type]
+    turns = [Turn(observation="", state="", action="")] * 3
+    asyncio.run(judge.label(JudgedEpisode("", turns, 1.0, True, [])))
+    found = {"judge/labelled": float(finds), "judge/unlabelled": float(not finds)}
+    assert judge.counters() == {"judge/heard": 1.0} | found
+
+
+def no_judge(config: Config, engine: object, chat: object, failures: FailureCounts) -> None:
+    """Function for `judge.kind` that forgets to return its judge."""
+
+
+def test_a_function_that_makes_no_judge_is_named() -> None:
+    config = Config(judge=JudgeConfig(kind=f"{__name__}:no_judge"))
+    with pytest.raises(
+        ConfigError, match=r"^judge\.kind: .*:no_judge returned NoneType, not a Judge"
+    ):
+        make_judge(config, None, None)  # type: ignore[arg-type]
 
 
 def test_a_serial_run_limits_no_judge() -> None:
