@@ -146,12 +146,12 @@ def measure(config: Config, run_dir: Path) -> None:
 
     There are values for `eval.episodes` and for the number after the last stage, which another
     stage can become on resume. Stages that evaluate alike share one computation. Stages whose
-    environment cannot compute values have none.
+    environment cannot compute values have none, nor have agents, which play without it.
     """
     counts = sorted({config.eval.episodes, config.eval.at_the_end})
     found: dict[str, list[dict[str, float]]] = {}
     values = []
-    for index in range(len(config.stages)):
+    for index in range(0 if config.rollout.agent else len(config.stages)):
         stage = stage_config(config, index)
         evaluations = evaluation_digest(stage)
         if evaluations not in found:

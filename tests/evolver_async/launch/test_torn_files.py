@@ -98,6 +98,15 @@ def test_facts_of_a_run_are_on_the_disk_before_they_replace_the_old_ones(
     assert exact_values(run_dir)
 
 
+def test_an_agent_is_not_compared_with_policies_of_the_environment_that_numbers_its_tasks(
+    run_dir: Path,
+) -> None:
+    config = Config(stages=[StageConfig(steps=1)])
+    config.rollout.agent = "examples.arms:play"
+    measure(config, run_dir)
+    assert exact_values(run_dir) == {}
+
+
 @pytest.mark.parametrize("content", ["", '{"kind": "fo', "[1]", "null"])
 def test_torn_facts_count_as_unknown(run_dir: Path, content: str) -> None:
     run_directory.record_origin(run_dir, kind="fork", run="a")
