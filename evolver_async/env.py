@@ -24,3 +24,13 @@ class Step(NamedTuple):
     terminated: bool
     truncated: bool
     info: Info
+
+
+class Exact(NamedTuple):
+    """Computed success probabilities of the uniform random and of the optimal policy, and their
+    returns if rewards say more than success; the optimal policy may then be another."""
+
+    random: float
+    optimal: float
+    random_return: float | None = None
+    optimal_return: float | None = None

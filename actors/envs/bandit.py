@@ -9,8 +9,8 @@ it paid.
 import random
 from dataclasses import dataclass
 
-from actors.envs.base import Env, Exact
-from evolver_async.env import Info, Step
+from actors.envs.base import Env
+from evolver_async.env import Exact, Info, Step
 from evolver_async.randomness import key
 from evolver_async.schema import Task
 

@@ -13,12 +13,12 @@ import inspect
 import typing
 from collections.abc import AsyncIterator, Mapping
 from functools import lru_cache
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import msgspec
 
 from evolver_async.config.secrets import mask, reveal
-from evolver_async.env import Step
+from evolver_async.env import Exact, Step
 from evolver_async.protocol.failures import FailureKind
 from evolver_async.schema import Task
 
@@ -65,16 +65,6 @@ class EnvironmentFailure(Exception):
         self.name = name
         self.error = f"{doing}: {said}" if doing else said
         self.cause = cause
-
-
-class Exact(NamedTuple):
-    """Computed success probabilities of the uniform random and of the optimal policy, and their
-    returns if rewards say more than success; the optimal policy may then be another."""
-
-    random: float
-    optimal: float
-    random_return: float | None = None
-    optimal_return: float | None = None
 
 
 class Env(Protocol):

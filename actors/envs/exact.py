@@ -4,7 +4,9 @@ import asyncio
 import statistics
 from collections.abc import Iterable, Sequence
 
-from actors.envs.base import EnvError, Exact, Measurable, make_env, one_line, settled
+from actors.envs.base import EnvError, Measurable, make_env, one_line, settled
+from actors.envs.results import checked_exact
+from evolver_async.env import Exact
 from evolver_async.schema import Task
 
 
@@ -47,7 +49,7 @@ def _average(values: Sequence[Exact]) -> Exact:
 
 async def _measured(env: Measurable, task: Task, max_turns: int) -> Exact:
     await settled(env.reset(task, 0))
-    value = env.exact(max_turns)
+    value = checked_exact(env.exact(max_turns))
     await settled(env.close())
     return value
 

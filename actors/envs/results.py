@@ -7,7 +7,7 @@ from numbers import Real
 
 import numpy as np
 
-from evolver_async.env import Info, Step
+from evolver_async.env import Exact, Info, Step
 
 
 def checked_observation(value: object) -> str:
@@ -37,6 +37,16 @@ def checked_verdict(value: object) -> tuple[float, bool]:
     if not isinstance(value, tuple) or len(value) != 2:
         raise TypeError(f"verdict must return (reward, success), returned {_described(value)}")
     return number("reward of the verdict", value[0]), truth("success of the verdict", value[1])
+
+
+def checked_exact(value: object) -> Exact:
+    """Return `value`; TypeError, which names the field, if it is not an Exact of numbers."""
+    if not isinstance(value, Exact):
+        raise TypeError(f"exact must return an Exact, returned {_described(value)}")
+    fields = dict(zip((f"{name} of the Exact" for name in Exact._fields), value, strict=True))
+    random, optimal, *returns = fields.items()
+    known = (None if one is None else number(name, one) for name, one in returns)
+    return Exact(number(*random), number(*optimal), *known)
 
 
 def checked_score(value: object) -> float:

@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from actors.envs.base import Exact
+from evolver_async.env import Exact
 from evolver_async.randomness import key, uniform
 
 Outcome = tuple[float, Hashable, float, bool]  # probability, next state, reward, terminated

@@ -15,9 +15,8 @@ import gymnasium
 import numpy as np
 from gymnasium import spaces
 
-from actors.envs.base import Exact
 from actors.envs.tabular import Outcome, Process, best_values, exact_of, tabulate
-from evolver_async.env import Info, Step
+from evolver_async.env import Exact, Info, Step
 from evolver_async.randomness import key
 from evolver_async.schema import Task
 from evolver_async.splits import split_of

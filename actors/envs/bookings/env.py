@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import msgspec
 from msgspec.structs import asdict
 
-from actors.envs.base import Env, Exact
+from actors.envs.base import Env
 from actors.envs.bookings.services import (
     CONVENTIONS,
     CUSTOMER_WAYS,
@@ -26,7 +26,7 @@ from actors.envs.bookings.services import (
     written,
 )
 from actors.formats.tool_calls import ToolInvocation, called, canonical
-from evolver_async.env import Info, Step
+from evolver_async.env import Exact, Info, Step
 from evolver_async.schema import Task
 
 LIST, LOOK_UP, BOOK = "list_services", "look_up", "book"

@@ -15,10 +15,10 @@ from typing import Literal
 
 import numpy as np
 
-from actors.envs.base import Exact
 from actors.envs.grid.cells import ARRIVED
 from actors.envs.grid.game import PLAYER, MapWalk
 from actors.envs.tabular import Outcome, Process, best_values, exact_of, happening, learn, tabulate
+from evolver_async.env import Exact
 from evolver_async.randomness import key
 from evolver_async.schema import Task
 from evolver_async.splits import Split, split_of

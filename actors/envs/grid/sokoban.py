@@ -9,12 +9,12 @@ from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from typing import Literal, cast
 
-from actors.envs.base import Exact
 from actors.envs.grid import sokoban_level as levels
 from actors.envs.grid.cells import bearing, place
 from actors.envs.grid.game import GridGame
 from actors.envs.grid.sokoban_level import Room, State
 from actors.envs.tabular import Outcome, exact_of, tabulate
+from evolver_async.env import Exact
 from evolver_async.schema import Task
 from evolver_async.splits import Split
 

@@ -8,7 +8,7 @@ needs can be known from others.
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from actors.envs.base import Env, Exact
+from actors.envs.base import Env
 from actors.envs.workshop.items import (
     ACTIONS,
     ATTRIBUTES,
@@ -18,7 +18,7 @@ from actors.envs.workshop.items import (
     wanted,
 )
 from actors.formats.tool_calls import called, canonical, tool_spec
-from evolver_async.env import Info, Step
+from evolver_async.env import Exact, Info, Step
 from evolver_async.schema import Task
 
 GOAL = "make the item : each name has its right action ."

@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 
 from actors.checks.config import check
 from actors.envs.bandit import Bandit
-from actors.envs.base import EnvError, Exact, Goals, Located, Scored, Solvable, make_env
+from actors.envs.base import EnvError, Goals, Located, Scored, Solvable, make_env
 from actors.envs.exact import exact
 from actors.envs.grid.frozen_lake import FrozenLake
 from actors.envs.grid.frozen_lake_map import ACTIONS, Lake, draw_lake
 from evolver_async.config import Config, StageConfig
-from evolver_async.env import Info, Step
+from evolver_async.env import Exact, Info, Step
 from evolver_async.randomness import key, uniform
 from evolver_async.schema import Task
 from evolver_async.splits import SPLITS
@@ -447,3 +447,30 @@ def test_an_async_environment_begins_a_task_and_is_refused_where_nobody_waits() 
     ):
         with pytest.raises(ValueError, match=f"env.name: .*{words}"):
             check(config)
+
+
+class Mismeasured(Bandit):
+    """Environment whose exact values are those of its parameter's name."""
+
+    def __init__(self, *, returns: str = "") -> None:
+        super().__init__()
+        self.returns = returns
+
+    def exact(self, max_turns: int) -> Any:
+        values = {"pair": (0.5, 1.0), "text": Exact("half", 1.0), "missing": Exact(0.5, None)}  # type: ignore[arg-type]
+        return values.get(self.returns, Exact(np.float32(0.5), 1, None, 2))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("returns", "said"),
+    [
+        ("pair", "exact must return an Exact, returned a tuple"),
+        ("text", "random of the Exact must be a number, is a str"),
+        ("missing", "optimal of the Exact must be a number, is None"),
+    ],
+)
+def test_exact_values_of_another_type_are_named(returns: str, said: str) -> None:
+    name = f"{__name__}:Mismeasured"
+    assert exact([task(env=name)], 1) == Exact(0.5, 1.0, None, 2.0)
+    with pytest.raises(EnvError, match=rf"^env\.name: .*Mismeasured' cannot measure .*: {said}"):
+        exact([task(env=name, returns=returns)], 1)
