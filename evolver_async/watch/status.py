@@ -13,6 +13,8 @@ from evolver_async.protocol.failures import FailureTotal
 from evolver_async.protocol.messages import StatusRequest
 from evolver_async.transport.dealer import DealerClient
 
+SHOWN = 3  # quarantined tasks
+
 
 async def ask(address: str, keys: Path | None = None, timeout_s: float = 2.0) -> dict[str, Any]:
     """Ask the buffer for its STATUS. Raises TimeoutError without an answer, Rejected if refused."""
@@ -44,7 +46,8 @@ def waits_of(status: dict[str, Any]) -> list[str]:
 
 
 def status_lines(status: dict[str, Any]) -> list[str]:
-    """Describe groups, trajectories, actors, waiting processes, failures and the journal."""
+    """Describe groups, trajectories, actors, waiting processes, failures, quarantined tasks and the
+    journal."""
     groups = ", ".join(f"{count} {state}" for state, count in status["groups"].items())
     fates = ("received", "held", "trained", "filtered", "evicted")
     counts = ", ".join(f"{_trajectories(status['ledger'][fate])} {fate}" for fate in fates)
@@ -63,6 +66,10 @@ def status_lines(status: dict[str, Any]) -> list[str]:
     lines += waits_of(status)
     lines += [f"evaluation {text}" for text in status["evaluations"]]
     lines += map(str, failures_of(status))
+    newest = list(status["quarantined"].items())[: -SHOWN - 1 : -1]
+    if newest:
+        tasks = ", ".join(f"{task_id} ({reason})" for task_id, reason in newest)
+        lines.append(f"newest quarantined tasks, which are not played again: {tasks}")
     journal = status["journal"]
     lines.append(f"journal: {journal['bytes'] / 2**20:.1f} MiB in {journal['segments']} segments")
     if journal["problem"]:

@@ -198,6 +198,7 @@ class StatusReport:
         for outcome, takes in replay.at.repeats.items():
             counters[f"buffer/repeats/{outcome}"] = float(takes)
         counters["buffer/outstanding"] = float(replay.outstanding())
+        counters["buffer/quarantined"] = float(len(self.state.tasks.cursor.quarantined))
         counters |= self.state.guidance.counters()
         counters["actors/alive"] = float(self.activity.alive(now, self.lease_s))
         received = ledger.received.get(kind, Amount())

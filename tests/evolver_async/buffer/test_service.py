@@ -278,7 +278,11 @@ def test_a_task_that_keeps_failing_is_quarantined(world):
         if attempt == 0:
             world.push(ticket, 0)
             assert world.lease()[0].group_id == ticket.group_id
-    assert world.service.status(0.0)["quarantined"] == {ticket.task.task_id: "environment"}
+    status = world.service.status(0.0)
+    assert status["quarantined"] == {ticket.task.task_id: "environment"}
+    said = f"not played again: {ticket.task.task_id} (environment)"
+    assert any(line.endswith(said) for line in status_lines(status))
+    assert world.service.actor_requests.status.counters(0.0)["buffer/quarantined"] == 1.0
     assert isinstance(world.push(ticket, 1), messages.Stale)
     assert world.lease()[0].task != ticket.task
 
