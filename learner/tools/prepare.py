@@ -21,8 +21,8 @@ NAMES_KEY = re.compile(r"(policy|learner)\.[a-z_.]+: ")
 def main(args: RoleArgs) -> int:
     """Write the tiny preset if the run has no policy directory; refuse a broken one.
 
-    ConfigError if the context is too short for the environment's prompts, if a key needs a GPU that
-    is not here, or if the embedder cannot be loaded.
+    ConfigError if the context is too short for the environment's prompts or too long for the model,
+    if a key needs a GPU that is not here, or if the embedder cannot be loaded.
     """
     config = load(args.run_dir / "config.yaml", [])
     for problem in _missing_gpus(config):
@@ -103,10 +103,15 @@ def _vocabulary(config: Config) -> list[str]:
 
 
 def _load(config: Config) -> None:
-    """Load tokenizer and model once. ModelError whatever a library raises meanwhile."""
+    """Load tokenizer and model once. ModelError whatever a library raises meanwhile, and for fewer
+    positions than the context has."""
     try:
         policy.load_tokenizer(config.policy.path)
-        model.load(config, "cpu")
+        loaded, longest = model.load(config, "cpu"), config.policy.max_length
+        positions = getattr(loaded.config, "max_position_embeddings", longest)
+        if longest > positions:
+            few = f"is {longest}, but the model has {positions} positions"
+            raise policy.ModelError(f"policy.max_length: {few}")
     except policy.ModelError:
         raise
     except Exception as error:

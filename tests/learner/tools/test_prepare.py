@@ -51,6 +51,14 @@ def test_a_model_error_names_a_key(
     assert str(refused.value) == expected
 
 
+def test_a_context_longer_than_the_models_positions_is_refused(tmp_path: Path) -> None:
+    prepare.main(arguments(tmp_path, f"policy.path={tmp_path / 'policy'}"))
+    longer = arguments(tmp_path, f"policy.path={tmp_path / 'policy'}", "policy.max_length=1025")
+    said = r"^policy\.max_length: is 1025, but the model has 1024 positions"
+    with pytest.raises(ConfigError, match=said):
+        prepare.main(longer)
+
+
 def test_an_error_of_a_library_is_laid_to_the_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
