@@ -9,7 +9,7 @@ import socket
 from actors.checks.config import check_own
 from actors.endpoint.runner import make_agents
 from actors.engines.factory import follow_weights
-from actors.envs.base import make_env
+from actors.envs.base import Probed, make_env
 from actors.experience.guide import ServiceGuide
 from actors.failures import FailureCounts
 from actors.formats.chat import Chat
@@ -65,9 +65,9 @@ def build(
     return Worker(config, client, source, engine, chat, name, incarnation, components)
 
 
-async def join(client: Client) -> tuple[Config, messages.Welcome]:
+async def join(client: Client, *, probes: bool) -> tuple[Config, messages.Welcome]:
     """Return the run's configuration and addresses. ConfigError if the buffer refuses this
-    actor."""
+    actor, or its host lacks what `check_host` names."""
     host, pid = socket.gethostname(), os.getpid()
     hello = messages.Hello(role="actor", schema_hash=SCHEMA_HASH, host=host, pid=pid)
     hello.versions = versions()
@@ -78,13 +78,13 @@ async def join(client: Client) -> tuple[Config, messages.Welcome]:
         await client.request(hello)
     except Rejected as error:
         raise ConfigError(f"--connect: {error}") from None
-    check_host(config)
+    check_host(config, probes=probes)
     return config, welcome
 
 
-def check_host(config: Config) -> None:
-    """Raise ConfigError for what the run's episodes need and this host lacks: a variable, or code
-    of the user's.
+def check_host(config: Config, *, probes: bool) -> None:
+    """Raise ConfigError for what the run's episodes need and this host lacks: a variable, code of
+    the user's, and with `probes` a requirement of an environment, such as a sandbox.
 
     Found only by a task it would be that task's failure, which quarantines it for all actors. The
     environments of a task file are not checked, for only the launcher's host has the file.
@@ -101,7 +101,9 @@ def check_host(config: Config) -> None:
             if not (staged.tasks.path or staged.rollout.agent):
                 sources = source_of(staged), *(one.source for one in eval_sets_of(staged).values())
                 for part in (part for source in sources for part in source.parts):
-                    make_env(part.env, part.params)
+                    env = make_env(part.env, part.params)
+                    if probes and isinstance(env, Probed):
+                        env.probe()
         except ValueError as error:
             raise ConfigError(f"this host cannot play the run's episodes: {error}") from error
 
@@ -117,7 +119,8 @@ async def serve(args: RoleArgs) -> None:
     except ValueError as error:
         raise ConfigError(f"--connect: {error}") from None
     try:
-        config, welcome = await join(client)
+        # The launcher has probed its own host: a service that is down now must not end the run.
+        config, welcome = await join(client, probes=args.parent_pid is None)
         print(f"joined {welcome.run_id} at {args.address} as {args.name}", flush=True)
         address = beside(welcome.experience_address, args.address)
         experience = connect(address, welcome.run_id) if address else None

@@ -2,6 +2,7 @@
 
 import pytest
 
+from actors.envs.bandit import Bandit
 from actors.main import check_host
 from evolver_async.config import ConfigError
 from evolver_async.config.load import load
@@ -32,9 +33,9 @@ def test_a_variable_that_an_actor_lacks_is_named_with_its_key(
 ) -> None:
     config = load(None, [STAGE, argument])
     with pytest.raises(ValueError, match=rf"^{key}: the environment variable EVOLVER_TEST_UNSET"):
-        check_host(config)
+        check_host(config, probes=False)
     monkeypatch.setenv("EVOLVER_TEST_UNSET", "raven")
-    check_host(config)
+    check_host(config, probes=False)
 
 
 @pytest.mark.parametrize(
@@ -55,4 +56,18 @@ def test_code_that_an_actors_host_lacks_is_named_before_a_task_fails(
 ) -> None:
     config = load(None, [STAGE, argument])
     with pytest.raises(ConfigError, match=rf"^this host cannot play .*: {key}"):
-        check_host(config)
+        check_host(config, probes=False)
+
+
+class Choosy(Bandit):
+    """Environment that needs a sandbox."""
+
+    def probe(self) -> None:
+        raise ValueError("env.name: Choosy needs a sandbox")
+
+
+def test_what_an_environment_needs_is_asked_of_a_host_that_joins() -> None:
+    config = load(None, [STAGE, f"env.name={__name__}:Choosy"])
+    check_host(config, probes=False)
+    with pytest.raises(ConfigError, match=r"^this host cannot play .*: env\.name: Choosy needs"):
+        check_host(config, probes=True)
