@@ -256,13 +256,14 @@ class ExperiencePool:
     def _trim(self, entries: list[ExperienceEntry], limit: int) -> None:
         """Delete the least useful of these entries, a few below the limit.
 
-        An unused entry is expected to do as well as unguided members. Where these seldom succeed,
-        guided ones do as well: with a larger prior, entries in use would be deleted first.
+        An unused entry counts as one success in two uses, or as less where unguided members do
+        worse: guided ones do as well there, so that entries in use would be deleted first. Where
+        unguided members do better, the uses that count are older than their success.
         """
+        prior = min(0.5, self.unguided_rate) if self._unguided else 0.5
 
         def usefulness(entry: ExperienceEntry) -> tuple[float, int, int]:
-            expected = (entry.utility + 2 * self.unguided_rate) / (entry.uses + 2)
-            return expected, -entry.uses, entry.id
+            return (entry.utility + 2 * prior) / (entry.uses + 2), -entry.uses, entry.id
 
         surplus = len(entries) - limit + limit // TRIM_SHARE
         gone = heapq.nsmallest(surplus, entries, key=usefulness)

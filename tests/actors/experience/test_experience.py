@@ -320,6 +320,22 @@ def test_entries_that_help_where_success_is_rare_outlast_those_never_used(
     assert {1, 2} <= set(pool.entries) and 3 not in pool.entries, "20 and 30 % instead of 5 %"
 
 
+@pytest.mark.parametrize(
+    ("unguided", "successes", "kept"), [([], 4, False), ([True] * 20, 9, True)]
+)
+def test_an_unused_entry_counts_as_one_success_in_two_uses_at_most(
+    open_pool: Callable[..., ExperiencePool], unguided: list[bool], successes: int, kept: bool
+) -> None:
+    """Where all members are guided, and where unguided ones succeed by now."""
+    pool = open_pool(capacity=10)
+    pool.compare(unguided)
+    pool.add([item(number) for number in range(10)], "a", [])
+    for use in range(10):
+        pool.feed_back([1], success=use < successes)
+    pool.add([item(10)], "a", [])
+    assert (1 in pool.entries) == kept and len(pool) == 10
+
+
 def test_a_purged_source_leaves_nothing_anywhere(
     open_pool: Callable[..., ExperiencePool], tmp_path: Path
 ) -> None:
