@@ -426,14 +426,13 @@ def test_the_buffer_hears_the_counters_of_the_process(run_dir: Path) -> None:
         await handed_in(guide)
         await guide.close()
 
+    def heard() -> bool:
+        counted = [told for told in buffer.seen if isinstance(told, messages.Counters)]
+        return any(told.values["experience/pool_size"] for told in counted)
+
     with serving(run_dir):
         asyncio.run(live())
-        server.serve(
-            lambda: (
-                any(told.values["experience/pool_size"] for told in buffer.seen[1:])
-                or time.monotonic() > stop
-            )
-        )
+        server.serve(lambda: heard() or time.monotonic() > stop)
     server.close()
     assert isinstance(buffer.seen[0], messages.Hello), "its failures count from 0"
     assert isinstance(buffer.seen[-1], messages.Counters)
