@@ -463,8 +463,8 @@ def test_more_calls_than_can_be_made_in_time_do_not_open_the_breaker() -> None:
     with OpenAIServer(otherwise=Reply(body=answer("yes").body, after_s=1.2)) as server:
         config = settings(server.url, concurrency=1, breaker_failures=1)
         reasons, counters = with_endpoint(config, use)
-    assert reasons.count("") == 2 and reasons.count("timeout") == 6
-    assert counters["judge/failures"] == 0 and counters["judge/calls"] == 3
+    assert set(reasons) == {"", "timeout"} and counters["judge/failures"] == 0
+    assert counters["judge/calls"] == reasons.count("") + 1, "what timed out made no call"
 
 
 def test_a_cancelled_call_leaves_room_for_others() -> None:
