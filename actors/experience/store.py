@@ -198,15 +198,19 @@ class Store:
 def copy_pool(source: Path, target: Path) -> None:
     """Copy the pool in directory `source` to the new directory `target` of another run.
 
-    A service may be writing to it meanwhile. The copy knows no contributed groups: another run
-    numbers its groups from 0 again. Raise ConfigError, which names the file, if it is damaged.
+    A service may be writing to it meanwhile; else its directory need not be writable. The copy
+    knows no contributed groups: another run numbers its groups from 0 again. Raise ConfigError,
+    which names the file, if it is damaged.
     """
     target.mkdir()
     if not (source / FILE).exists():
         return
+    address = (source / FILE).absolute().as_uri()
+    if not (source / f"{FILE}-wal").exists():  # no process has it open, nor was killed with it open
+        address += "?immutable=1"
     try:
         with (
-            closing(sqlite3.connect(source / FILE, timeout=10.0)) as old,
+            closing(sqlite3.connect(address, uri=True, timeout=10.0)) as old,
             closing(sqlite3.connect(target / FILE)) as copy,
         ):
             old.backup(copy)

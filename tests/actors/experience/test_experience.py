@@ -372,6 +372,21 @@ def test_a_fork_learns_from_its_own_groups_though_they_have_the_same_numbers(
     forked.close()
 
 
+def test_a_fork_only_reads_the_directory_of_a_pool_that_no_process_has_open(
+    open_pool: Callable[..., ExperiencePool], tmp_path: Path
+) -> None:
+    """It may belong to someone else, or lie on a file system that is mounted read-only."""
+    pool = open_pool()
+    pool.add([item(1)], "a", [])
+    pool.close()
+    before = (tmp_path / "experience").stat().st_mtime_ns
+    copy_pool(tmp_path / "experience", tmp_path / "forked")
+    assert (tmp_path / "experience").stat().st_mtime_ns == before, "no log was made there"
+    store = Store(tmp_path / "forked" / FILE)
+    assert [entry.content for entry in store.load()[1]] == [item(1).content]
+    store.close()
+
+
 def test_a_damaged_pool_is_not_forked(tmp_path: Path) -> None:
     (tmp_path / "experience").mkdir()
     (tmp_path / "experience" / FILE).write_bytes(b"no database" * 100)
