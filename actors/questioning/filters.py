@@ -18,7 +18,6 @@ from evolver_async.schema import Task
 MAX_MAPS = 4096  # with remembered tasks; the buffer knows the ids of all tasks
 WORD = re.compile(r"\w+")
 
-Place = tuple[str, str, int, bytes]  # environment, split, number and parameters of a task
 # (task, actions, dynamics seed) → replay
 Play = Callable[[Task, list[str], int], Awaitable[ReplayedEpisode]]
 
@@ -45,8 +44,8 @@ class KnownTasks:
     jaccard: float
     similarity: float
     embedder: Embedder
-    _maps: OrderedDict[Place | int, _Map] = field(default_factory=OrderedDict)
-    _contents: OrderedDict[Place, int] = field(default_factory=OrderedDict)
+    _maps: OrderedDict[int, _Map] = field(default_factory=OrderedDict)  # by content or place
+    _contents: OrderedDict[int, int] = field(default_factory=OrderedDict)  # by place
 
     def explored(self, task: Task, content: int) -> None:
         """Note the hash of the content with which an exploration of `task` began.
@@ -101,10 +100,10 @@ class KnownTasks:
         return found
 
 
-def _place(task: Task) -> Place:
-    """Return what gives a task its initial state; lines of a file can differ in params alone."""
-    params = msgspec.json.encode(task.params, order="deterministic")
-    return task.env, task.split, task.map_seed, params
+def _place(task: Task) -> int:
+    """Hash what gives a task its initial state; lines of a file can differ in params alone."""
+    params = msgspec.json.encode(task.params, order="deterministic").decode()
+    return key(0, "place", task.env, task.split, task.map_seed, params)
 
 
 def large(task: Task) -> bool:

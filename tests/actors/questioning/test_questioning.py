@@ -5,6 +5,7 @@ import asyncio
 import json
 import random
 import time
+import tracemalloc
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -412,6 +413,22 @@ def test_lines_of_a_file_that_differ_in_parameters_alone_have_other_initial_stat
     objections = [known.objection(*pair) for pair in zip(found, lines, strict=True)]
     assert objections == ["known", None, "lexical"]
     assert known.queries(lines[1]) == [] and known.queries(lines[2]) == ["buy one apple"]
+
+
+def test_long_parameters_of_explored_tasks_are_not_kept():
+    """A line of a file may have 32 KB of them, and 4096 tasks are remembered."""
+    known = KnownTasks(0.8, 0.95, HashEmbedder())
+    tracemalloc.start()
+    try:
+        for number in range(100):
+            params = {"text": f"{number} {'word ' * 6000}"}
+            task = Task(task_id="t", env="shop", split="train", map_seed=0, params=params)
+            known.explored(task, number)
+            assert known.queries(task) == []
+        kept, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert kept < 1_000_000, "3 MB of parameters"
 
 
 def test_a_question_is_known_whatever_the_number_of_its_task():
