@@ -46,11 +46,11 @@ class AuditedJudge(Judge):
     async def label(self, episode: JudgedEpisode) -> Labels:
         """Return the judge's labels; a probe may be asked in the background."""
         labels, source = await self._judge.label(episode)
-        if source and len(labels) == len(episode.turns):
+        if source and episode.turns and len(labels) == len(episode.turns):
             self._compare_scores(episode.scores, labels)
             self._compare_lengths([len(turn.said) for turn in episode.turns], labels)
             self._credit += self._share
-            if self._credit > 1 - 1e-9 and episode.turns:
+            if self._credit > 1 - 1e-9:
                 self._credit -= 1.0
                 self._begin(episode, list(labels))
         return labels, source

@@ -253,7 +253,8 @@ class Reluctant(Judge):
 
     async def label(self, episode: JudgedEpisode) -> tuple[list[int], str]:
         same = len(episode.turns) > 1 and episode.turns[0] == episode.turns[1]
-        return [BAD if same else GOOD] + [UNLABELLED] * (len(episode.turns) - 1), "own"
+        labels = [BAD if same else GOOD] + [UNLABELLED] * len(episode.turns)
+        return labels[: len(episode.turns)], "own"
 
 
 def test_turns_that_a_judge_leaves_unlabelled_are_not_wrong() -> None:
@@ -268,6 +269,21 @@ def test_turns_that_a_judge_leaves_unlabelled_are_not_wrong() -> None:
     assert totals["judge/probes"] == 6 and totals["judge/probes_unlabelled"] == 0
     assert totals["judge/known"] == totals["judge/known_right"] >= 6
     assert totals["judge/longer"] == totals["judge/shorter"] == 0, "only the last is shorter"
+
+
+def test_episodes_without_turns_are_no_reason_for_probes() -> None:
+    """As those of an agent that makes no call: nothing was judged that a probe could audit."""
+
+    async def whole() -> dict[str, float]:
+        judge = AuditedJudge(Reluctant(), 0.5)
+        for _ in range(9):
+            await judge.label(walk([0])._replace(turns=[]))
+        for _ in range(4):
+            await judge.label(walk([0, 1, 2, 1]))
+        await judge.settle()
+        return judge.counters()
+
+    assert asyncio.run(whole())["judge/probes"] == 2
 
 
 @pytest.mark.parametrize("kind", ["none", "rule"])
