@@ -5,6 +5,7 @@ A registry maps the names that a configuration key allows to functions of one si
 that works for the built-in ones works for it.
 """
 
+import functools
 import importlib
 import inspect
 import os
@@ -25,7 +26,7 @@ def implementation(key: str, name: str, registry: Mapping[str, F]) -> F:
     """Return the function that the configuration's `key` names.
 
     Raises ValueError, which names the key, if a user's function cannot be imported or does not
-    take as many arguments as the built-in ones.
+    take as many arguments as the built-in ones. An exception in it gets a note with the key.
     """
     if not is_own(name):
         return registry[name]
@@ -45,7 +46,21 @@ def implementation(key: str, name: str, registry: Mapping[str, F]) -> F:
     except TypeError as error:
         wanted = ", ".join([*placed, *(f"{name}=" for name in named)])
         raise ValueError(f"{key}: {name!r} does not take ({wanted}): {error}") from None
-    return found  # pyright: ignore[reportReturnType]
+    return _named(key, name, found) if inspect.isfunction(found) else found  # pyright: ignore[reportReturnType]
+
+
+def _named(key: str, name: str, function: F) -> F:
+    """Return the function with a note in its exceptions, the last line of their tracebacks."""
+
+    @functools.wraps(function)
+    def called(*placed: object, **named: object) -> object:
+        try:
+            return function(*placed, **named)
+        except Exception as error:  # a user's code, which can raise anything
+            error.add_note(f"{key}: {name} raised {type(error).__name__}: {error}")
+            raise
+
+    return called  # pyright: ignore[reportReturnType]
 
 
 def find_modules() -> None:

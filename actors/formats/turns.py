@@ -5,7 +5,7 @@ formats whose actions are calls of tools are in `tool_calls.py`.
 """
 
 import re
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from actors.formats.tool_calls import Interleaved, InvalidCall, ToolCall
 from evolver_async.extension import implementation
@@ -17,6 +17,7 @@ THOUGHTFUL = ("<think>", "<reason>")  # prefixes behind which a turn has place f
 INVALID = "invalid answer\n{}"  # then the last observation again
 
 
+@runtime_checkable
 class TurnFormat(Protocol):
     """Format of a turn. `prefix` is forced and opens the assistant's turn; the sampled text follows
     it directly.
@@ -102,10 +103,15 @@ class ThinkAnswer:
         return seen if valid else INVALID.format(seen)
 
 
+PARTS = frozenset((*TurnFormat.__annotations__, "parse", "render_actions", "shown"))
 FORMATS = {"think_answer": ThinkAnswer, "tool_call": ToolCall, "interleaved": Interleaved}
 
 
 def turn_format(name: str, *, think: bool, actions_per_turn: int) -> TurnFormat:
     """Make the turn format that `rollout.format` names. Raises ValueError for an unfit own one."""
     kind = implementation("rollout.format", name, FORMATS)
-    return kind(think=think, actions_per_turn=actions_per_turn)
+    made = kind(think=think, actions_per_turn=actions_per_turn)
+    if not isinstance(made, TurnFormat):
+        has = ", ".join(one for one in sorted(PARTS) if not hasattr(made, one))
+        raise ValueError(f"rollout.format: {name} made {type(made).__name__} without {has}")
+    return made

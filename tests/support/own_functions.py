@@ -40,6 +40,20 @@ def last_in(held: Any, lag: int, params: dict[str, Any]) -> float:
     return -held.order
 
 
+def by_table(held: Any, lag: int, params: dict[str, Any]) -> float:
+    """A rank for some groups alone."""
+    return params["ranks"].get(lag)
+
+
+def broken_order(held: Any, lag: int, params: dict[str, Any]) -> float:
+    raise OSError("the table of ranks is missing")
+
+
+def no_format(*, think: bool, actions_per_turn: int) -> ThinkAnswer:
+    """Make a format, and forget to return it."""
+    ThinkAnswer(think=think, actions_per_turn=actions_per_turn)  # pyright: ignore
+
+
 def bonus(episode: JudgedEpisode) -> float:
     """A reward that no environment gives."""
     return 100.0

@@ -1,16 +1,19 @@
 """Functions of a user's own do what the built-in ones do: in one process, and in several."""
 
 import json
+import math
+import traceback
 from pathlib import Path
 from typing import Any
 
 import pytest
 from serial_runs import trainer
 
+from evolver_async.buffer.state.sampling import sampler_of
 from evolver_async.cli import main
 from evolver_async.config import ConfigError
 from evolver_async.config.load import load
-from evolver_async.errors import TrainingError
+from evolver_async.errors import TrainingError, Unrecoverable
 from evolver_async.extension import implementation
 from evolver_async.launch.start_checks import check_start
 
@@ -129,3 +132,32 @@ def test_a_reward_term_without_a_number_is_reported(tmp_path) -> None:
     """Its episodes are played again, in vain: the run stops and says why."""
     with pytest.raises(TrainingError, match="own_functions:broken_bonus returned nan"):
         trainer(tmp_path, RECIPE)("run", "rollout.reward_terms=[own_functions:broken_bonus]")
+
+
+def test_an_exception_of_a_function_names_its_key() -> None:
+    """The note is the last line of the traceback, which the console and a study show."""
+    with pytest.raises(OSError, match="the table of ranks is missing") as raised:
+        sampler_of("own_functions:broken_order")(None, 0, {})  # pyright: ignore[reportArgumentType]
+    said = "".join(traceback.format_exception(raised.value)).splitlines()[-1]
+    assert said == (
+        "buffer.sampler: own_functions:broken_order raised OSError: the table of ranks is missing"
+    )
+
+
+def test_a_sampler_without_a_number_ends_the_run() -> None:
+    """Its groups would be taken in the order of arrival, without a word."""
+    sampler, params = sampler_of("own_functions:by_table"), {"ranks": {0: 1.5, 2: math.nan}}
+    assert sampler(None, 0, params) == 1.5  # pyright: ignore[reportArgumentType]
+    for lag, found in ((1, "None"), (2, "nan")):
+        with pytest.raises(Unrecoverable, match=rf"^buffer\.sampler: .*by_table returned {found},"):
+            sampler(None, lag, params)  # pyright: ignore[reportArgumentType]
+
+
+def test_a_function_that_makes_no_turn_format_is_refused_before_the_start(tmp_path) -> None:
+    recipe = tmp_path / "own.yaml"
+    recipe.write_text(RECIPE)
+    config = load(recipe, ["rollout.format=own_functions:no_format", f"run.dir={tmp_path}"])
+    with pytest.raises(
+        ValueError, match=r"^rollout\.format: own_functions:no_format made NoneType"
+    ):
+        check_start(config)
