@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -120,9 +121,20 @@ def complete(config: Config, run_dir: Path) -> None:
     if config.launch.kind == "serial":
         _prepare_here(run_dir)
     else:
-        _prepare_policy(run_dir)
+        _run_role("prepare", run_dir, UNPREPARED)
     measure(config, run_dir)
     (run_dir / CREATING).unlink()
+
+
+def check_prompts(config: Config) -> None:
+    """Check the prompts of a changed configuration, as `prepare` does for a new run."""
+    if config.launch.kind == "serial":
+        with _errors_alone("transformers"):
+            resolve("check_prompts")(config)
+        return
+    with tempfile.TemporaryDirectory() as place:
+        dump(config, Path(place) / "config.yaml")
+        _run_role("prompts", Path(place), "the prompts could not be checked")
 
 
 def with_own_tasks(config: Config, run_dir: Path) -> Config:
@@ -177,7 +189,7 @@ def _measured(stage: Config, counts: Sequence[int]) -> list[dict[str, float]]:
 def _prepare_here(run_dir: Path) -> None:
     """Make or check the policy in this process, which is to become the whole serial run.
 
-    Raises ConfigError as `_prepare_policy` does.
+    Raises ConfigError as `_run_role` does.
     """
     arguments = RoleArgs(address="", name="prepare", incarnation=0, run_dir=run_dir)
     try:
@@ -202,16 +214,16 @@ def _errors_alone(library: str) -> Iterator[None]:
         logger.setLevel(level)
 
 
-def _prepare_policy(run_dir: Path) -> None:
-    """Make or check the policy in a process of its own, as this one must not import torch.
+def _run_role(role: str, run_dir: Path, failed: str) -> None:
+    """Prepare or check in a process of its own, as this one must not import torch.
 
     That process ends with this one. Raises ConfigError with its sentence if it refuses the
     configuration, and with the likely cause if it was killed.
     """
-    log_file = run_dir / "logs" / "prepare.log"
+    log_file = run_dir / "logs" / f"{role}.log"
     log_file.parent.mkdir(exist_ok=True)
     with open(log_file, "wb") as output:
-        command = [sys.executable, "-m", "evolver_async.cli", "prepare", "--name", "prepare"]
+        command = [sys.executable, "-m", "evolver_async.cli", role, "--name", role]
         done = subprocess.run(
             [*command, "--run", str(run_dir), "--parent", str(os.getpid())],
             stdout=output,
@@ -221,9 +233,9 @@ def _prepare_policy(run_dir: Path) -> None:
     if done.returncode < 0:
         name = signal.Signals(-done.returncode).name
         cause = "; most likely memory ran out, see dmesg" if name == "SIGKILL" else ""
-        raise ConfigError(f"policy: the process that prepares it was killed by {name}{cause}")
+        raise ConfigError(f"{failed}: the process was killed by {name}{cause}")
     if done.returncode == USER_ERROR:
         _, _, sentence = last_lines(log_file, 1).partition(": ")  # after time, level and logger
         raise ConfigError(sentence)
     if done.returncode != 0:
-        raise ConfigError(f"{UNPREPARED}: {last_lines(log_file, 1)}")
+        raise ConfigError(f"{failed}: {last_lines(log_file, 1)}")

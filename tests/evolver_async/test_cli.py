@@ -496,6 +496,30 @@ def test_a_change_that_leaves_no_room_for_a_turn_is_refused_on_resume(tmp_path: 
     assert (made / "config.yaml").read_bytes() == before
 
 
+RESUME = """
+import sys
+from pathlib import Path
+from evolver_async.launch.resumption import resume
+try:
+    resume(Path(sys.argv[1]), ["policy.max_length=20"])
+except ValueError as error:
+    print(error)
+print("torch" in sys.modules)
+"""
+
+
+@pytest.mark.process
+def test_a_launcher_checks_prompts_without_torch(tmp_path: Path) -> None:
+    """It would keep hundreds of megabytes for the whole run."""
+    config = Config(stages=[StageConfig(steps=5)])
+    config.run.dir, config.eval.episodes, config.eval.final_episodes = str(tmp_path), 4, 4
+    _, made = create(config, None)
+    command = [sys.executable, "-c", RESUME, str(made)]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert said.startswith("policy.max_length: 20 is too short for a first")
+    assert said.endswith("False\n")
+
+
 def preparing(tmp_path: Path) -> tuple["subprocess.Popen[str]", psutil.Process]:
     """A `train` whose policy is just being prepared, and the process that does."""
     recipe = tmp_path / "recipe.yaml"
