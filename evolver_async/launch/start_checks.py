@@ -108,8 +108,10 @@ def check_temporary(config: Config) -> None:
     """Raise ConfigError if the path of a socket of the launch would be too long for the kernel."""
     if config.launch.kind == "serial" or config.buffer.address:
         return
-    buffer = str(Path(tempfile.gettempdir(), f"{PREFIX}12345678", "buffer"))
-    size = max(len(os.fsencode(path)) for path in (buffer, experience_address(config, buffer)))
+    path = str(Path(tempfile.gettempdir(), f"{PREFIX}12345678", "buffer"))
+    if not config.experience.address:
+        path = experience_address(config, path) or path  # the longer one
+    size = len(os.fsencode(path))
     if size > IPC_PATH_BYTES:
         raise ConfigError(
             f"buffer.address: its socket in {tempfile.gettempdir()} (TMPDIR) would have a path of"

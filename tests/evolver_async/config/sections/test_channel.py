@@ -116,6 +116,11 @@ def test_a_temporary_directory_with_too_long_a_path_is_refused_before_anything_s
     check_temporary(load(None, [STEPS, "launch.kind=serial"]))
 
 
+def test_an_address_of_ones_own_is_no_socket_in_the_temporary_directory() -> None:
+    own = f"experience.address=ipc:///{'s' * 106}"
+    check_temporary(load(None, [STEPS, "experience.kind=contrast", own]))
+
+
 def test_the_keys_of_a_cluster_are_checked_and_its_addresses_are_not() -> None:
     elsewhere = [STEPS, "launch.kind=ray", "buffer.address=tcp://192.0.2.1:4000"]
     config = load(None, [*elsewhere, "security.keys=/nowhere"])
