@@ -1,5 +1,6 @@
 """Preparation of a run's policy directory, before any other process is started."""
 
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,6 +10,7 @@ import torch
 from evolver_async.config import Config, ConfigError
 from evolver_async.config.load import load, stage_config
 from evolver_async.config.sections.channel import channel
+from evolver_async.launch.gpus import VISIBLE
 from evolver_async.launch.registry import resolve
 from evolver_async.memory.gpus import gpus_used
 from evolver_async.model import policy
@@ -40,7 +42,11 @@ def main(args: RoleArgs) -> int:
 
 
 def _missing_gpus(config: Config) -> Iterator[str]:
-    """Yield the keys that need a GPU which is not visible here. The nodes of Ray have their own."""
+    """Yield the keys that need a GPU which is not visible here. The nodes of Ray have their own.
+
+    CUDA shows a process one part of a GPU (MIG) at most; the launcher gives each process its own,
+    and has checked `launch.gpus` by their list.
+    """
     if config.launch.kind == "ray":
         return
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -50,6 +56,8 @@ def _missing_gpus(config: Config) -> Iterator[str]:
         ("engine", "engine.tensor_parallel", "launch.gpus.actors", named.actors, engine),
         ("learner", "learner.ranks", "launch.gpus.learner", named.learner, learner),
     ):
+        if given and count and "MIG-" in os.environ.get(VISIBLE, ""):
+            continue
         last = max((*given, *used), default=-1)
         if last >= count:
             key = key if given else spread if len(used) > 1 else f"{section}.device"

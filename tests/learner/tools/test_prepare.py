@@ -150,6 +150,18 @@ def test_a_gpu_that_is_not_here_is_refused_by_its_key(
         prepare.main(arguments(tmp_path, *changes))
 
 
+def test_parts_of_a_gpu_are_counted_by_their_list(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CUDA shows a process one of them, and the launcher gives each process its own."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-a,MIG-b")
+    asked = ["launch.gpus={actors: [0], learner: [1]}", "actors.count=1", "policy.path=anywhere"]
+    with pytest.raises(ConfigError, match=r"^policy\.path: "):
+        prepare.main(arguments(tmp_path, *asked))
+
+
 def test_the_gpus_of_a_cluster_are_not_looked_for_here(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
