@@ -12,7 +12,7 @@ import psutil
 import pytest
 import ray
 from launches import Launch, alive, wait_for
-from ray.exceptions import ActorUnavailableError, RuntimeEnvSetupError
+from ray.exceptions import ActorUnavailableError, RayTaskError, RuntimeEnvSetupError
 
 from evolver_async.checkpoint.directory import valid
 from evolver_async.cli import main
@@ -129,9 +129,31 @@ def test_a_process_that_ray_cannot_place_has_ended_with_an_error(
     monkeypatch.setattr(ray, "get", get)
     host = SimpleNamespace(start=SimpleNamespace(remote=lambda order: order))
     handle = RayHandle("actor-0", host, Order([], {}, ""), "1 CPUs", tmp_path / "actor-0.log")
+    monkeypatch.setattr(ray, "kill", lambda _: None)
     assert handle.poll() == 1
     said = (tmp_path / "actor-0.log").read_text()
     assert "its node cannot start it: " in said and "no such environment" in said
+
+
+def test_a_process_that_cannot_be_watched_is_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It runs on, beside the one that is started in its place."""
+    replies, killed = [(17, "node")], []
+
+    def get(_: object) -> tuple[int, str]:
+        if replies:
+            return replies.pop()
+        raise RayTaskError("watch", "", OSError("Too many open files"))
+
+    monkeypatch.setattr(ray, "wait", lambda replies, timeout: (replies, []))
+    monkeypatch.setattr(ray, "get", get)
+    monkeypatch.setattr(ray, "kill", killed.append)
+    call = SimpleNamespace(remote=lambda order: order)
+    host = SimpleNamespace(start=call, watch=call)
+    handle = RayHandle("actor-0", host, Order([], {}, ""), "1 CPUs", tmp_path / "actor-0.log")
+    assert handle.poll() == 1 and killed == [host]
+    assert "its node cannot watch it: Too many open files" in handle.log_file.read_text()
 
 
 def test_a_process_whose_start_is_not_answered_is_ended(

@@ -57,10 +57,11 @@ class RayHandle:
             except RayActorError as error:
                 self._note(f"its Ray actor is lost: {' '.join(str(error).split())}")
                 self._code = -signal.SIGKILL
-            except RayError as error:  # of its own start, of runtime_env, or no node may have it
+            except RayError as error:  # of its host, of runtime_env, or no node may have it
                 cause = error.cause if isinstance(error, RayTaskError) else error
-                self._note(f"its node cannot start it: {' '.join(str(cause).split())}")
-                self._code = 1
+                what = "watch" if self._placed else "start"
+                self._note(f"its node cannot {what} it: {' '.join(str(cause).split())}")
+                self._end(1)  # it may still run, and another will be started
         if not (self._placed or self.said) and time.monotonic() - self.began > PATIENCE_S:
             self.said = True
             log.warning("%s waits for a node of the Ray cluster with %s", self.name, self.wants)
