@@ -92,10 +92,14 @@ def read(path: Path) -> Definition | None:
 
 
 def _repeated(node: Any) -> Iterator[str]:
-    """Yield the keys that a mapping has twice: the loader of YAML keeps the last one alone."""
+    """Yield the keys that a mapping has twice: the loader of YAML keeps the last one alone.
+
+    It merges all `<<` of a mapping.
+    """
     parts = node.value if isinstance(node, yaml.SequenceNode) else []
     if isinstance(node, yaml.MappingNode):
-        names = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        keys = [key for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        names = [key.value for key in keys if key.tag != "tag:yaml.org,2002:merge"]
         yield from (name for name in names if names.count(name) > 1)
         parts = [part for _, part in node.value]
     for part in parts:

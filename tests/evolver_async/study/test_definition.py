@@ -115,6 +115,15 @@ def test_a_part_of_what_a_variant_sets_as_a_whole_is_set_in_all_cells() -> None:
         assert config.eval.every == 5
 
 
+def test_mappings_are_merged_into_one(tmp_path: Path) -> None:
+    path = tmp_path / "study.yaml"
+    a, b = "a: &a {buffer.reuse: 1}", "b: &b {learner.lr: 1e-3}"
+    path.write_text(f"recipe: r\nvariants: {{{a}, {b}, both: {{<<: *a, <<: *b}}}}\n")
+    definition = definitions.read(path)
+    assert definition is not None
+    assert definition.variants["both"] == {"buffer.reuse": "1", "learner.lr": "1e-3"}
+
+
 def test_a_study_goes_on_from_another_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
