@@ -37,8 +37,8 @@ class TransformerEmbedder:
             self._tokenizer: Any = AutoTokenizer.from_pretrained(path, local_files_only=True)
             self._model: Any = AutoModel.from_pretrained(path, local_files_only=True).eval()
             config = (path / "config.json").read_bytes()
-        except (OSError, ValueError) as error:
-            problem = " ".join(str(error).split())[:300]
+        except Exception as error:  # libraries raise classes of their own for a torn file
+            problem = " ".join(f"{type(error).__name__}: {error}".split())[:300]
             raise ValueError(f"experience.embedder: {directory}: {problem}") from error
         self._pooling = _pooling(path)
         limit = _read(path / "sentence_bert_config.json").get("max_seq_length") or MAX_TOKENS

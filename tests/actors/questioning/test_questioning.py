@@ -479,6 +479,11 @@ def test_an_embedder_without_a_model_is_refused(tmp_path: Path):
     config.experience.embedder = str(tmp_path)
     with pytest.raises(ValueError, match=r"^experience\.embedder: "):
         make_questioner(config)
+    encoder = write_encoder(tmp_path / "torn")
+    (encoder / "model.safetensors").write_bytes(b"torn")
+    config.experience.embedder = str(encoder)
+    with pytest.raises(ValueError, match=r"^experience\.embedder: .*torn: SafetensorError: "):
+        make_questioner(config)
     config.experience.embedder = str(tmp_path / "missing")
     with pytest.raises(ConfigError, match=r"^experience\.embedder: "):
         check_paths(config)
