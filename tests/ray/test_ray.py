@@ -46,7 +46,8 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def node(name: str, **resources: float) -> dict[str, Any]:
-    return {"Resources": resources, "NodeManagerAddress": "10.0.0.1", "NodeID": name}
+    address = {"home": "10.0.0.1", "other": "10.0.0.2"}[name]
+    return {"Resources": resources, "NodeManagerAddress": address, "NodeID": name}
 
 
 ONE, TWO = [node("home", CPU=4.0, GPU=2.0)], [node("home", CPU=4.0), node("other", CPU=4.0)]
@@ -86,6 +87,11 @@ KEYS, SHARED = "security.keys=k", "weights.dir=/shared"
             TWO,
             [TCP, KEYS, "weights.kind=collective"],
             "weights.address: processes on 2 nodes need tcp://HOST:PORT of the learner's node",
+        ),
+        (
+            TWO,
+            ["buffer.address=tcp://127.0.0.1:4000", KEYS, SHARED],
+            "on 2 nodes would look for 127.0.0.1 on their own",
         ),
         (TWO, [TCP, KEYS], "weights.kind: shm in /dev/shm belongs to one host"),
         (TWO, [TCP, KEYS, SHARED], ""),

@@ -10,7 +10,7 @@ import ray  # pyright: ignore[reportMissingImports]
 
 from evolver_async.config import Config, ConfigError
 from evolver_async.config.secrets import looks_secret
-from evolver_async.config.sections.channel import channel, host_and_port
+from evolver_async.config.sections.channel import channel, host_and_port, is_loopback
 from evolver_async.errors import USER_ERROR
 from evolver_async.launch.ray_cluster.spawner import RaySpawner
 from evolver_async.launch.supervisor import Supervisor
@@ -113,7 +113,8 @@ def check(config: Config, nodes: list[dict[str, Any]], home: str) -> None:
             " address, and security.keys"
         )
     host, _ = host_and_port(config.buffer.address)
-    if host in (*EVERYWHERE, "::"):
+    hosts = {node["NodeManagerAddress"] for node in nodes}
+    if host in (*EVERYWHERE, "::") or (is_loopback(host) and len(hosts) > 1):
         raise ConfigError(
             f"buffer.address: must name a node by its address: processes on {where} would look for"
             f" {host} on their own"
