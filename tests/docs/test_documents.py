@@ -23,6 +23,7 @@ EXAMPLES = sorted(path for path in (ROOT / "examples").iterdir() if path.is_file
 FOLDERS = ("actors", "configs", "docs", "evolver_async", "examples", "learner", "tests")
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 PATH = re.compile(rf"(?<![\w./-])((?:{'|'.join(FOLDERS)})/[\w./{{}},*-]*|[\w-]+\.(?:md|txt|toml))")
+FILES = ("metrics.jsonl", "run.json")  # of a run directory, spelled like keys
 COMMAND = re.compile(r"(?<![\w/.])evolver-async +([a-z]+)")
 KEY = re.compile(r"`((?:[a-z_]+\.)+[a-z_]+)(?:=[^`]*|: [^`]*)?`")
 TRAIN = re.compile(r"evolver-async train ((?:configs|examples)/[^`\n#]*)")
@@ -114,7 +115,7 @@ def test_configuration_keys_that_are_named_exist(page: Path) -> None:
     config = Config()
     for key in KEY.findall(page.read_text()):
         section, *parts = key.split(".")
-        if section == "stages" or key == "metrics.jsonl" or not hasattr(config, section):
+        if section == "stages" or key in FILES or not hasattr(config, section):
             continue
         value = getattr(config, section)
         for part in parts:
