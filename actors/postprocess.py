@@ -52,6 +52,10 @@ class ActorComponents:
         counters = [component.counters() for component in self._made()]
         return {name: value for counted in counters for name, value in counted.items()}
 
+    def worked_s(self) -> float:
+        """Return the seconds of the agents between their calls."""
+        return self.agents.worked_s() if self.agents is not None else 0.0
+
     def _made(self) -> list[Judge | ServiceGuide | Questioner | AgentRunner | Reflector]:
         known = (self.judge, self.guide, self.questioner, self.agents, self.reflector)
         return [component for component in known if component is not None]

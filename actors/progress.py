@@ -16,8 +16,8 @@ class TicketProgress:
     `queued`: the ticket waits for others of this actor, so their progress counts as its own.
     `generating`: members whose turn the engine has, or will have; meanwhile all tokens of the
     engine count. `played`: members whose episode is over. `last`: each member's last activity and
-    its seconds. `clock`: that of the process. `agents`: times from which and until which agents may
-    run. What they do between their calls is not seen, so their time counts as well.
+    its seconds. `clock`: that of the process. `agents_until`: the time until which agents may run;
+    meanwhile all work of the actor counts, as that between their calls is not seen.
     """
 
     count: int = 0
@@ -25,7 +25,7 @@ class TicketProgress:
     generating: int = 0
     played: int = 0
     last: dict[int, tuple[str, float]] = field(default_factory=dict)
-    agents: tuple[float, float] = (0.0, 0.0)
+    agents_until: float = 0.0
     clock: ActivityClock = field(default_factory=lambda: ActivityClock(ACTOR_LEVELS))
     _doing: dict[int | None, tuple[str, float]] = field(default_factory=dict)
 
@@ -40,14 +40,13 @@ class TicketProgress:
 
     def run_agents(self, limit_s: float) -> None:
         """Note the start of an agent that is ended after `limit_s`."""
-        now = asyncio.get_running_loop().time()
-        since, until = self.agents
-        self.agents = (since or now, max(until, now + limit_s))
+        limit = asyncio.get_running_loop().time() + limit_s
+        self.agents_until = max(self.agents_until, limit)
 
-    def shared(self, generated: int) -> int:
-        """Return the progress beside `count`; `generated`: tokens of the engine since its start."""
-        now, (since, until) = asyncio.get_running_loop().time(), self.agents
-        return generated * (self.generating > 0 or now < until) + int(min(now, until) - since)
+    def shared(self, work: int) -> int:
+        """Return the part of the actor's work that counts beside `count`."""
+        now = asyncio.get_running_loop().time()
+        return work * (self.generating > 0 or now < self.agents_until)
 
     def slowest(self) -> tuple[str, float]:
         """Describe the activity that has lasted longest, with its member; also its seconds."""
@@ -91,7 +90,7 @@ class _Activity:
 
 def renewal(
     progresses: dict[int, TicketProgress],
-    generated: int,
+    work: int,
     weights: WeightId | None,
     visible: WeightId | None,
     clock: ActivityClock,
@@ -99,9 +98,10 @@ def renewal(
 ) -> messages.Renew:
     """Report the progress and the slowest activity of an actor's tickets, by group.
 
-    `generated`: tokens of the actor's engine since its start.
+    `work`: tokens of the actor's engine and seconds of its agents between their calls, since its
+    start. As it is common to all tickets, one that waits tells no more than when it is played.
     """
-    shared = {g: p.shared(generated) for g, p in progresses.items()}
+    shared = {g: p.shared(work) for g, p in progresses.items()}
     # No more than a ticket tells once it is played itself: it would seem to stand still then.
     waiting = max(shared.values(), default=0) or sum(p.count for p in progresses.values())
     slowest = {group: progress.slowest() for group, progress in progresses.items()}

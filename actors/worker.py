@@ -180,8 +180,8 @@ class Worker:
             reported = set(self.running)
             progresses = {one[0]: progress for one, (_, progress, _) in self.running.items()}
             known = *self.adoption.seen, self.clock, self.tickets.launch
-            generated = int(self.engine.stats().get("generated", 0))
-            reply = await self.client.request(renewal(progresses, generated, *known))
+            work = int(self.engine.stats().get("generated", 0) + self.components.worked_s())
+            reply = await self.client.request(renewal(progresses, work, *known))
             if isinstance(reply, messages.Fenced):
                 if not reply.groups:
                     raise ActorReplaced(reply.reason)

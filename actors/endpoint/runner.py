@@ -84,6 +84,8 @@ class AgentRunner:
         self._server = EndpointServer(self.path, self.failures)
         self._counts: Counter[str] = Counter()
         self._threads: ThreadPoolExecutor | None = None
+        self._sessions: set[EndpointSession] = set()  # of running members
+        self._worked_s = 0.0  # of the others
 
     async def run(
         self, ticket: Ticket, setting: Setting, progress: TicketProgress, deliver: Deliver
@@ -119,6 +121,11 @@ class AgentRunner:
         judged = self.judge.counters() if self.judge is not None else {}
         return {f"agent/{name}": value for name, value in counted.items()} | judged
 
+    def worked_s(self) -> float:
+        """Return the seconds of all members between their calls: none while all wait for the
+        engine."""
+        return self._worked_s + sum(session.worked_s for session in self._sessions)
+
     async def close(self) -> None:
         await self._server.close()
         if self.judge is not None:
@@ -133,6 +140,7 @@ class AgentRunner:
         session = EndpointSession(ticket, member, setting, self.engine, self._template, progress)
         base_url, token = await self._server.open(session)
         where = f"task {ticket.task.task_id}, member {member}"
+        self._sessions.add(session)
         try:
             with progress.during(member, f"agent {self.path}"):
                 progress.run_agents(setting.episode_timeout_s)
@@ -151,6 +159,8 @@ class AgentRunner:
             self._counts[failed.reason] += 1
             raise AgentFailure(self.path, where, "", failed.cause) from failed.cause
         finally:
+            self._sessions.remove(session)
+            self._worked_s += session.worked_s
             self._server.close_session(token)
         total_s = loop.time() - began
         return _EpisodeRun(member=member, session=session, outcome=outcome, total_s=total_s)

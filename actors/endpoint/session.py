@@ -57,6 +57,13 @@ class EndpointSession:
     def __post_init__(self) -> None:
         self.recorder = Recorder(self.template, self.setting.chat.end_of_turn)
         self._name = f"{self.ticket.group_id}/{self.member}/{self.ticket.attempt}"
+        self._began = asyncio.get_running_loop().time()
+
+    @property
+    def worked_s(self) -> float:
+        """Return the seconds since the beginning during which no call was being answered."""
+        until = self._busy_since if self._calls else asyncio.get_running_loop().time()
+        return until - self._began - self._generated_s
 
     @property
     def generate_s(self) -> float:

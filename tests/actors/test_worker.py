@@ -392,12 +392,33 @@ def test_an_agent_that_works_between_its_calls_keeps_its_ticket_until_its_deadli
         while leases.held("actor-0", 5) is not None:
             await asyncio.sleep(1.0)
             leases.expire(loop.time())
-            renewed = renewal({5: progress}, 100, None, None, progress.clock, 0)
+            work = 100 + int(loop.time())
+            renewed = renewal({5: progress}, work, None, None, progress.clock, 0)
             leases.renew("actor-0", renewed.progress, loop.time())
 
     loop.run_until_complete(play())
     assert 719.0 <= loop.time() <= 722.0
     loop.close()
+
+
+def test_renewals_count_what_agents_do_between_their_calls(run: Callable[..., None]) -> None:
+    class Agents:
+        async def run(self, ticket: Ticket, setting: Any, progress: TicketProgress, _: Any) -> None:
+            progress.run_agents(600.0)
+            await asyncio.sleep(50.0)
+
+        def worked_s(self) -> float:
+            return asyncio.get_running_loop().time()
+
+        def counters(self) -> dict[str, float]:
+            return {}
+
+        async def close(self) -> None: ...
+
+    buffer = Buffer((0.0, granted()))
+    run(buffer, Walker(), 40.0, ActorComponents(agents=Agents()))  # type: ignore[arg-type]
+    told = [renewed.progress[0] for renewed in buffer.seen(messages.Renew) if renewed.progress]
+    assert told == [7, 15, 22, 30, 37]
 
 
 def test_troubles_with_an_environment_service_are_told(run: Callable[..., None]) -> None:

@@ -556,27 +556,67 @@ def test_a_deadline_is_the_agents_fault_or_the_policys() -> None:
     assert engine.cancelled == 1 and engine.released
 
 
-def test_an_agent_moves_between_its_calls() -> None:
-    progress = TicketProgress()
+def test_an_agent_moves_between_its_calls_and_while_the_engine_does() -> None:
+    engine, progress = Scripted("a"), TicketProgress()
+    engine.hold.clear()
 
     def told() -> int:
-        return renewal({5: progress}, 100, None, None, progress.clock, 0).progress[5]
+        work = int(agents.worked_s())
+        return renewal({5: progress}, work, None, None, progress.clock, 0).progress[5]
 
     async def agent(*, base_url: str, api_key: str, task: Task, seed: int) -> float:
         async with Client(base_url=base_url, api_key=api_key, max_retries=0) as client:
-            await ask(client, ASK)
+            call = asyncio.create_task(ask(client, ASK))
+            while not engine.requests:
+                await asyncio.sleep(0.01)
+            worked_s = agents.worked_s()
+            await asyncio.sleep(0.1)
+            assert agents.worked_s() == worked_s, "an engine that hangs is no work"
+            engine.hold.set()
+            await call
         before = told()
         while told() == before:
             await asyncio.sleep(0.05)
         return 1.0
 
+    agents, finished = AgentRunner(agent, "tests:agent", engine, CHAT), list[Finished]()
+
     async def all_of_it() -> None:
-        agents, finished = AgentRunner(agent, "tests:agent", Scripted("a"), CHAT), list[Finished]()
-        await agents.run(ticket(), setting(episode_timeout_s=10.0), progress, finished.append)
+        await agents.run(ticket(), setting(), progress, finished.append)
         await agents.close()
-        assert len(finished) == 1
 
     asyncio.run(all_of_it())
+    assert len(finished) == 1
+
+
+def test_a_ticket_that_waited_for_agents_tells_no_less_when_agents_play_it() -> None:
+    """The learner waits for an evaluation only while it tells more than ever before."""
+    progresses = {group: TicketProgress(queued=True) for group in (5, 6)}
+    told = list[int]()
+
+    def tell() -> int:
+        work = 100 + int(agents.worked_s())
+        return renewal(progresses, work, None, None, progresses[6].clock, 0).progress[6]
+
+    async def agent(*, base_url: str, api_key: str, task: Task, seed: int) -> float:
+        while progresses[6].queued and tell() < 101:
+            await asyncio.sleep(0.05)
+        told.append(tell())
+        async with Client(base_url=base_url, api_key=api_key, max_retries=0) as client:
+            await ask(client, ASK)
+        return 1.0
+
+    agents = AgentRunner(agent, "tests:agent", Scripted("a", "b"), CHAT)
+
+    async def all_of_it() -> None:
+        for group in (5, 6):
+            progresses[group].queued = False
+            await agents.run(ticket(), setting(), progresses[group], lambda _: None)
+            del progresses[group]
+        await agents.close()
+
+    asyncio.run(all_of_it())
+    assert 101 <= told[0] <= told[1]
 
 
 def test_blocking_calls_of_agents_do_not_wait_for_each_other() -> None:
