@@ -625,7 +625,7 @@ def test_blocking_calls_of_agents_do_not_wait_for_each_other() -> None:
 
     async def player(client: Client) -> float:
         await ask(client, ASK)
-        await asyncio.gather(*(asyncio.to_thread(together.wait, 5) for _ in range(calls)))
+        await asyncio.gather(*(asyncio.to_thread(together.wait, 15) for _ in range(calls)))
         return 1.0
 
     assert run(player, Scripted("a")).one.success

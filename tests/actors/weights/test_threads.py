@@ -43,10 +43,10 @@ def test_weights_arrive_while_blocking_calls_hold_all_threads_of_the_loop() -> N
 
     async def play() -> None:
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(2))
-        calls = [asyncio.create_task(asyncio.to_thread(released.wait, 20)) for _ in range(3)]
+        calls = [asyncio.create_task(asyncio.to_thread(released.wait, 120)) for _ in range(3)]
         source = FetchedWeights(Versions(), engine)
         try:
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(60):
                 await source.stage(V1)
                 await source.adopt(V1)
         finally:
