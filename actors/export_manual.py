@@ -8,10 +8,11 @@ here let programs that know nothing of this package ask for the same turns.
 import asyncio
 import json
 import logging
+import re
 from pathlib import Path
 
 from actors.envs.base import begun, one_line
-from actors.formats.chat import Chat
+from actors.formats.chat import TODAY, Chat
 from actors.rollout.conversation import system_message
 from actors.rollout.episode_config import Setting, setting_of
 from evolver_async.buffer.stages import source_of
@@ -40,6 +41,8 @@ TAIL = (
     "{% if add_generation_prompt %}"
     "{{ forced_prefix if forced_prefix is defined else PREFIX }}{% endif %}"
 )
+# A call for the date in a template, which training answers with the same one on every day.
+DATE = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
 
 README = '''# A policy trained with evolver_async
 
@@ -109,11 +112,12 @@ def template_of(chat: Chat, prefix: str) -> str:
     """Return the chat template of the run, whose generation prompt ends with `prefix`.
 
     The variable `forced_prefix` of the template replaces it. A template that was made here before
-    is made anew out of the original in it.
+    is made anew out of the original in it. The date is that of training, not today's.
     """
     original, tail = chat.template, TAIL
     if original.startswith(HEAD):
         original = original.removeprefix(HEAD).rpartition(MARK)[0]
+    original = DATE.sub(lambda call: json.dumps(TODAY.strftime(call[2])), original)
     for name, text in (("BETWEEN", chat.between), ("OPENING", chat.opening), ("PREFIX", prefix)):
         tail = tail.replace(name, json.dumps(text, ensure_ascii=False))
     return HEAD + original.removesuffix("\n") + tail

@@ -9,11 +9,17 @@ from exported import EPISODES, Exported, make_export, play
 from transformers import AutoTokenizer, GenerationConfig
 
 from actors.export_manual import template_of, write_manual
-from actors.formats.chat import Chat
+from actors.formats.chat import TODAY, Chat
 from evolver_async.config.load import load, stage_config
 from evolver_async.env import Info, Step
 from evolver_async.schema import Task
 
+DATED = (
+    """{% if strftime_now is defined %}{% set day = strftime_now("%d %b %Y") %}{% endif %}
+Today is {{ day }}, {{ strftime_now( '%Y-%m-%d' ) }}.
+"""
+    + TEMPLATE
+)
 FORGETFUL = """
 {%- for message in messages %}
     {%- set content = message['content'] %}
@@ -111,7 +117,7 @@ def test_the_readme_tells_the_wording_and_the_system_prompt_of_the_run(tmp_path)
     assert "Answer in <answer> tags." in text and "Reply with exactly" not in text
 
 
-@pytest.mark.parametrize("template", [TEMPLATE, TEMPLATE + "\n", FORGETFUL])
+@pytest.mark.parametrize("template", [TEMPLATE, TEMPLATE + "\n", FORGETFUL, DATED])
 @pytest.mark.parametrize("prefix", ["", "<think>", 'a "quoted" \\ ö\n'])
 def test_the_template_writes_conversations_as_training_does(template: str, prefix: str) -> None:
     """Also where the original forgets the thoughts of earlier turns."""
@@ -131,7 +137,7 @@ def test_the_template_writes_conversations_as_training_does(template: str, prefi
         messages += [{"role": "user", "content": f"u{n + 1}"}]
         tokens += chat.tokens_of(text.removeprefix(prefix)) + chat.next(f"u{n + 1}", prefix, False)
         assert rendered(add_generation_prompt=True) == tokenizer.decode(tokens)
-    plain = tokenizer.apply_chat_template(messages, tokenize=False)
+    plain = tokenizer.apply_chat_template(messages, tokenize=False, strftime_now=TODAY.strftime)
     assert rendered() == plain, "without a generation prompt it is the original"
 
 
