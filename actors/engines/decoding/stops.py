@@ -30,16 +30,24 @@ class StopStrings:
     def _find_completers(self, strings: tuple[str, ...]) -> frozenset[int]:
         if not strings:
             return frozenset()
+        beginnings = {one for string in strings for one in _beginnings(string)}
+        if "" in beginnings:
+            return self._all
         texts, tokens = self._vocabulary
         found = set[int]()
         for whole in (UNDECODED, *strings):
             found.update([place for place, text in enumerate(texts) if whole in text])
-        for beginning in {one for string in strings for one in _beginnings(string)}:
+        for beginning in beginnings:
             place = bisect_left(texts, beginning)
             while place < len(texts) and texts[place].startswith(beginning):
                 found.add(place)
                 place += 1
         return frozenset(tokens[place] for place in found)
+
+    @cached_property
+    def _all(self) -> frozenset[int]:
+        """All tokens: each can follow the dropped space that ends a string. One set takes MBs."""
+        return frozenset(range(len(self._tokenizer)))
 
     @cached_property
     def _vocabulary(self) -> tuple[list[str], list[int]]:

@@ -45,6 +45,11 @@ def test_completers_are_all_tokens_that_can_end_a_string(
     assert stops.completers(tuple(strings)) == expected
 
 
+def test_strings_that_all_tokens_can_end_share_one_set() -> None:
+    stops = StopStrings(Vocabulary(["a", "b"]))  # type: ignore[arg-type]
+    assert stops.completers(("Observation 1: ",)) is stops.completers(("Observation 2: ",))
+
+
 def test_a_new_string_costs_little_with_a_large_vocabulary() -> None:
     """Agents number their stop strings, and the engine's loop waits for each new one."""
     stops = StopStrings(Vocabulary([f"t{token} abc" for token in range(150_000)]))  # type: ignore[arg-type]
