@@ -5,11 +5,12 @@ import logging
 import os
 import signal
 import socket
+from concurrent.futures import ThreadPoolExecutor
 
 from actors.checks.config import check_own
 from actors.endpoint.runner import make_agents
 from actors.engines.factory import follow_weights
-from actors.envs.base import Probed, make_env
+from actors.envs.base import Probed, env_class, make_env
 from actors.experience.guide import ServiceGuide
 from actors.failures import FailureCounts
 from actors.formats.chat import Chat
@@ -20,6 +21,7 @@ from actors.reward_terms import reward_terms
 from actors.scripted.reflection import Reflector
 from actors.worker import ActorReplaced, Worker
 from evolver_async.buffer.stages import eval_sets_of, source_of
+from evolver_async.buffer.tasks.source import MixturePart
 from evolver_async.config import Config, ConfigError
 from evolver_async.config.load import from_dict, stage_config
 from evolver_async.config.secrets import reveal
@@ -33,6 +35,8 @@ from evolver_async.protocol.envelope import SCHEMA_HASH
 from evolver_async.transport.addresses import beside
 from evolver_async.transport.client import Client, Rejected
 from evolver_async.transport.dealer import DealerClient
+
+UNPLAYABLE = "this host cannot play the run's episodes"
 
 log = logging.getLogger(__name__)
 
@@ -87,8 +91,9 @@ def check_host(config: Config, *, probes: bool) -> None:
     the user's, and with `probes` a requirement of an environment, such as a sandbox.
 
     Found only by a task it would be that task's failure, which quarantines it for all actors. The
-    environments of a task file are not checked, for only the launcher's host has the file.
+    lines of a task file are not checked, for only the launcher's host has the file.
     """
+    parts = dict[tuple[str, str], MixturePart]()
     for index in range(len(config.stages)):
         staged = stage_config(config, index)
         reveal(staged.env.params)
@@ -98,14 +103,26 @@ def check_host(config: Config, *, probes: bool) -> None:
             reveal(chosen.env.params, f"eval.sets.{name}.env.params")
         try:
             check_own(staged)
-            if not (staged.tasks.path or staged.rollout.agent):
-                sources = source_of(staged), *(one.source for one in eval_sets_of(staged).values())
-                for part in (part for source in sources for part in source.parts):
-                    env = make_env(part.env, part.params)
-                    if probes and isinstance(env, Probed):
-                        env.probe()
         except ValueError as error:
-            raise ConfigError(f"this host cannot play the run's episodes: {error}") from error
+            raise ConfigError(f"{UNPLAYABLE}: {error}") from error
+        if not (staged.tasks.path or staged.rollout.agent):
+            sources = source_of(staged), *(one.source for one in eval_sets_of(staged).values())
+            found = (part for source in sources for part in source.parts)
+            parts |= {(part.env, repr(part.params)): part for part in found}
+    with ThreadPoolExecutor(1) as thread:  # as in a rollout, where no loop runs beside the calls
+        for part in parts.values():
+            try:
+                env_class(part.env)
+                thread.submit(_try, part, probes).result()
+            except ValueError as error:
+                raise ConfigError(f"{UNPLAYABLE}: {error}") from error
+
+
+def _try(part: MixturePart, probes: bool) -> None:
+    """Make an environment, and with `probes` ask it for missing requirements."""
+    env = make_env(part.env, part.params)
+    if probes and isinstance(env, Probed):
+        env.probe()
 
 
 async def serve(args: RoleArgs) -> None:
@@ -119,7 +136,8 @@ async def serve(args: RoleArgs) -> None:
     except ValueError as error:
         raise ConfigError(f"--connect: {error}") from None
     try:
-        # The launcher has probed its own host: a service that is down now must not end the run.
+        # The launcher has probed its own host, where its actors run unless Ray places them: a
+        # service that is down when one is started again must not end the run.
         config, welcome = await join(client, probes=args.parent_pid is None)
         print(f"joined {welcome.run_id} at {args.address} as {args.name}", flush=True)
         address = beside(welcome.experience_address, args.address)

@@ -1,5 +1,7 @@
 """Needs of a run that an actor checks on its host before it asks for tasks."""
 
+import asyncio
+
 import pytest
 
 from actors.envs.bandit import Bandit
@@ -71,3 +73,25 @@ def test_what_an_environment_needs_is_asked_of_a_host_that_joins() -> None:
     check_host(config, probes=False)
     with pytest.raises(ConfigError, match=r"^this host cannot play .*: env\.name: Choosy needs"):
         check_host(config, probes=True)
+
+
+class Distant(Bandit):
+    """Environment that asks a service by coroutines, with a loop of its own for each call."""
+
+    probed = 0
+
+    def probe(self) -> None:
+        asyncio.run(asyncio.sleep(0))
+        Distant.probed += 1
+
+
+def test_an_environment_is_asked_once_and_beside_no_running_loop() -> None:
+    name, stages = f"{__name__}:Distant", "stages=[{kind: rl, steps: 1}, {kind: rl, steps: 1}]"
+    config = load(None, [stages, f"env.name={name}", f"eval.sets.far.env.name={name}"])
+
+    async def join() -> None:
+        check_host(config, probes=True)
+
+    Distant.probed = 0
+    asyncio.run(join())
+    assert Distant.probed == 1
