@@ -103,6 +103,8 @@ def check_host(config: Config, *, probes: bool) -> None:
             reveal(chosen.env.params, f"eval.sets.{name}.env.params")
         try:
             check_own(staged)
+            if staged.tasks.path and not staged.rollout.agent:
+                env_class(staged.env.name)
         except ValueError as error:
             raise ConfigError(f"{UNPLAYABLE}: {error}") from error
         if not (staged.tasks.path or staged.rollout.agent):

@@ -1,6 +1,7 @@
 """Needs of a run that an actor checks on its host before it asks for tasks."""
 
 import asyncio
+from pathlib import Path
 
 import pytest
 
@@ -72,6 +73,17 @@ def test_what_an_environment_needs_is_asked_of_a_host_that_joins() -> None:
     config = load(None, [STAGE, f"env.name={__name__}:Choosy"])
     check_host(config, probes=False)
     with pytest.raises(ConfigError, match=r"^this host cannot play .*: env\.name: Choosy needs"):
+        check_host(config, probes=True)
+
+
+def test_the_environment_of_a_task_file_must_be_there_although_the_file_is_not(
+    tmp_path: Path,
+) -> None:
+    config = load(None, [STAGE])
+    config.tasks.path = str(tmp_path / "on_the_launchers_host.jsonl")
+    check_host(config, probes=True)
+    config.env.name = "not_here:Env"
+    with pytest.raises(ConfigError, match=r"env\.name: cannot import 'not_here:Env'"):
         check_host(config, probes=True)
 
 
