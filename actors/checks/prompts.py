@@ -1,5 +1,5 @@
-"""Checks that need the run's tokenizer: a first prompt must leave room for a turn, and a first
-demonstrated turn must be one that a rollout could write."""
+"""Checks that need the run's model directory: its positions must hold the context, a first prompt
+must leave room for a turn, and a first demonstrated turn must be one that a rollout could write."""
 
 import asyncio
 import random
@@ -15,6 +15,7 @@ from actors.scripted.branching import BranchState, TriedTurn, reflect_rows, try_
 from evolver_async.buffer.stages import TICKETS, eval_sets_of, source_of
 from evolver_async.config import Config, ConfigError
 from evolver_async.config.load import load, stage_config
+from evolver_async.model.positions import positions
 from evolver_async.model.tokenizer import load_tokenizer
 from evolver_async.process.setup import RoleArgs
 from evolver_async.schema import Task
@@ -29,10 +30,17 @@ def main(args: RoleArgs) -> int:
 
 
 def check(config: Config) -> None:
-    """Raise ConfigError, naming `policy.max_length`, if the first prompt of an environment leaves
-    no room for a turn, and naming `rollout.max_tokens` if a first demonstrated turn is too
+    """Raise ConfigError for a directory without tokenizer or configuration, naming
+    `policy.max_length` if the model has fewer positions or the first prompt of an environment
+    leaves no room for a turn, and naming `rollout.max_tokens` if a first demonstrated turn is too
     long."""
-    chat = Chat(load_tokenizer(config.policy.path))
+    path, longest = config.policy.path, config.policy.max_length
+    try:
+        chat, most = Chat(load_tokenizer(path)), positions(path, config.engine.kind)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"policy.path: {' '.join(str(error).split())}") from error
+    if most is not None and longest > most:
+        raise ConfigError(f"policy.max_length: is {longest}, but the model has {most} positions")
     for index in range(len(config.stages)):
         staged = stage_config(config, index)
         stage, source = config.stages[index], source_of(staged)

@@ -111,15 +111,10 @@ def _vocabulary(config: Config) -> list[str]:
 
 
 def _load(config: Config) -> None:
-    """Load tokenizer and model once. ModelError whatever a library raises meanwhile, and for fewer
-    positions than the context has."""
+    """Load tokenizer and model once. ModelError whatever a library raises meanwhile."""
     try:
         policy.load_tokenizer(config.policy.path)
-        loaded, longest = model.load(config, "cpu"), config.policy.max_length
-        positions = getattr(loaded.config, "max_position_embeddings", longest)
-        if longest > positions:
-            few = f"is {longest}, but the model has {positions} positions"
-            raise policy.ModelError(f"policy.max_length: {few}")
+        model.load(config, "cpu")
     except policy.ModelError:
         raise
     except Exception as error:

@@ -484,7 +484,9 @@ def test_a_new_run_knows_the_exact_values_of_its_maps(tmp_path: Path) -> None:
 
 
 @pytest.mark.process
-def test_a_change_that_leaves_no_room_for_a_turn_is_refused_on_resume(tmp_path: Path) -> None:
+def test_a_context_without_room_or_beyond_the_positions_is_refused_on_resume(
+    tmp_path: Path,
+) -> None:
     config = Config(stages=[StageConfig(steps=5)], launch=LaunchConfig(kind="serial"))
     config.run.dir, config.eval.episodes, config.eval.final_episodes = str(tmp_path), 4, 4
     _, made = create(config, None)
@@ -493,6 +495,10 @@ def test_a_change_that_leaves_no_room_for_a_turn_is_refused_on_resume(tmp_path: 
     for change in ("policy.max_length=20", later):
         with pytest.raises(ConfigError, match=r"^policy\.max_length: 20 is too short for a first"):
             resume(made, [change])
+    with pytest.raises(ConfigError, match=r"^policy\.max_length: is 1025, but .* 1024 positions"):
+        resume(made, ["policy.max_length=1025"])
+    with pytest.raises(ConfigError, match=rf"^policy\.path: .*{tmp_path.name}"):
+        resume(made, [f"policy.path={tmp_path}"])
     assert (made / "config.yaml").read_bytes() == before
 
 

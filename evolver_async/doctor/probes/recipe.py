@@ -28,6 +28,7 @@ def model(path: str, *dotlist: str) -> ProbeResult:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from evolver_async.launch.registry import resolve
+    from evolver_async.model.positions import positions_of
     from evolver_async.model.tiny import make_tokenizer, tiny_shape
 
     config: Any = (
@@ -51,6 +52,6 @@ def model(path: str, *dotlist: str) -> ProbeResult:
         "head_size": getattr(config, "head_dim", None) or config.hidden_size // heads,
         "hidden": config.hidden_size,
         "inner": config.intermediate_size,
-        "positions": config.max_position_embeddings,
+        "positions": positions_of(config, whole.engine.kind) or policy.max_length,
     }
     return ProbeResult(True, f"{type(model).__name__}, {facts['parameters']:,} parameters", facts)
