@@ -5,7 +5,6 @@ import logging
 import os
 import signal
 import socket
-from concurrent.futures import ThreadPoolExecutor
 
 from actors.checks.config import check_own
 from actors.endpoint.runner import make_agents
@@ -69,9 +68,9 @@ def build(
     return Worker(config, client, source, engine, chat, name, incarnation, components)
 
 
-async def join(client: Client, *, probes: bool) -> tuple[Config, messages.Welcome]:
+async def join(client: Client) -> tuple[Config, messages.Welcome]:
     """Return the run's configuration and addresses. ConfigError if the buffer refuses this
-    actor, or its host lacks what `check_host` names."""
+    actor."""
     host, pid = socket.gethostname(), os.getpid()
     hello = messages.Hello(role="actor", schema_hash=SCHEMA_HASH, host=host, pid=pid)
     hello.versions = versions()
@@ -82,7 +81,6 @@ async def join(client: Client, *, probes: bool) -> tuple[Config, messages.Welcom
         await client.request(hello)
     except Rejected as error:
         raise ConfigError(f"--connect: {error}") from None
-    check_host(config, probes=probes)
     return config, welcome
 
 
@@ -111,56 +109,58 @@ def check_host(config: Config, *, probes: bool) -> None:
             sources = source_of(staged), *(one.source for one in eval_sets_of(staged).values())
             found = (part for source in sources for part in source.parts)
             parts |= {(part.env, repr(part.params)): part for part in found}
-    with ThreadPoolExecutor(1) as thread:  # as in a rollout, where no loop runs beside the calls
-        for part in parts.values():
-            try:
-                env_class(part.env)
-                thread.submit(_try, part, probes).result()
-            except ValueError as error:
-                raise ConfigError(f"{UNPLAYABLE}: {error}") from error
-
-
-def _try(part: MixturePart, probes: bool) -> None:
-    """Make an environment, and with `probes` ask it for missing requirements."""
-    env = make_env(part.env, part.params)
-    if probes and isinstance(env, Probed):
-        env.probe()
-
-
-async def serve(args: RoleArgs) -> None:
-    """Join the run at `args.address`, receive everything else from it, work until stopped."""
-
-    def connect(address: str, run_id: str) -> DealerClient:
-        return DealerClient(address, run_id, args.name, args.incarnation, keys=args.keys)
-
     try:
-        client = connect(args.address, "")
+        for part in parts.values():
+            env = make_env(part.env, part.params)
+            if probes and isinstance(env, Probed):
+                env.probe()
+    except ValueError as error:
+        raise ConfigError(f"{UNPLAYABLE}: {error}") from error
+
+
+def serve(args: RoleArgs) -> None:
+    """Join the run at `args.address`, receive everything else from it, work until stopped."""
+    try:
+        client = _connect(args, args.address, "")
     except ValueError as error:
         raise ConfigError(f"--connect: {error}") from None
     try:
-        # The launcher has probed its own host, where its actors run unless Ray places them: a
-        # service that is down when one is started again must not end the run.
-        config, welcome = await join(client, probes=args.parent_pid is None)
-        print(f"joined {welcome.run_id} at {args.address} as {args.name}", flush=True)
-        address = beside(welcome.experience_address, args.address)
-        experience = connect(address, welcome.run_id) if address else None
-        identity = args.name, args.incarnation
-        worker = build(config, client, welcome.weights_address, *identity, experience)
-        worker.tickets.launch = welcome.launch
-        collect_rarely()
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, worker.stop.set)
-        await worker.run()
+        config, welcome = asyncio.run(join(client))
+        # No loop runs meanwhile, as an environment's own calls can run coroutines. The launcher has
+        # probed its own host, where its actors run unless Ray places them: a service that is down
+        # when one is started again must not end the run.
+        check_host(config, probes=args.parent_pid is None)
+        asyncio.run(work(args, client, config, welcome))
     finally:
         client.close()
+
+
+async def work(
+    args: RoleArgs, client: DealerClient, config: Config, welcome: messages.Welcome
+) -> None:
+    """Build the worker of a run that was joined, and let it work until it is stopped."""
+    print(f"joined {welcome.run_id} at {args.address} as {args.name}", flush=True)
+    address = beside(welcome.experience_address, args.address)
+    experience = _connect(args, address, welcome.run_id) if address else None
+    identity = args.name, args.incarnation
+    worker = build(config, client, welcome.weights_address, *identity, experience)
+    worker.tickets.launch = welcome.launch
+    collect_rarely()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, worker.stop.set)
+    await worker.run()
+
+
+def _connect(args: RoleArgs, address: str, run_id: str) -> DealerClient:
+    return DealerClient(address, run_id, args.name, args.incarnation, keys=args.keys)
 
 
 def main(args: RoleArgs) -> int:
     """Run the role `actor`. An actor that lost its name, or whose run has been launched anew with
     other settings and addresses, ends; only a launcher restarts its own."""
     try:
-        asyncio.run(serve(args))
+        serve(args)
     except ActorReplaced as error:
         log.error("%s", error)
         return USER_ERROR if args.parent_pid is None else 1

@@ -1,14 +1,21 @@
 """Needs of a run that an actor checks on its host before it asks for tasks."""
 
 import asyncio
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from actors.envs.bandit import Bandit
-from actors.main import check_host
+from actors.main import check_host, main
+from evolver_async.buffer.service import BufferService
 from evolver_async.config import ConfigError
 from evolver_async.config.load import load
+from evolver_async.process.setup import RoleArgs
+from evolver_async.transport.server import Server
 
 STAGE = "stages=[{kind: rl, steps: 9}]"
 UNSET = "${oc.env:EVOLVER_TEST_UNSET}"
@@ -88,22 +95,55 @@ def test_the_environment_of_a_task_file_must_be_there_although_the_file_is_not(
 
 
 class Distant(Bandit):
-    """Environment that asks a service by coroutines, with a loop of its own for each call."""
+    """Environment that asks a service by coroutines, in a loop of its own, and gets no answer."""
 
-    probed = 0
+    asked = 0
 
     def probe(self) -> None:
+        Distant.asked += 1
         asyncio.run(asyncio.sleep(0))
-        Distant.probed += 1
+        raise ValueError("env.name: Distant has no answer")
 
 
-def test_an_environment_is_asked_once_and_beside_no_running_loop() -> None:
-    name, stages = f"{__name__}:Distant", "stages=[{kind: rl, steps: 1}, {kind: rl, steps: 1}]"
+@pytest.fixture
+def address(tmp_path: Path) -> Iterator[str]:
+    """The address of a buffer, whose run has the environment `Distant`."""
+    config = load(None, [STAGE, f"env.name={__name__}:Distant"])
+    config.policy.path = str(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")  # enough to be compared
+    now, stop = time.monotonic(), threading.Event()
+    service = BufferService.of_run(config, tmp_path, None, now)
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as directory:
+        server = Server(service, f"ipc://{directory}/buffer", tmp_path.name)
+        thread = threading.Thread(target=server.serve, args=(stop,))
+        thread.start()
+        yield server.address
+        stop.set()
+        thread.join()
+        server.close()
+        service.close()
+
+
+def test_an_environment_is_asked_beside_no_running_loop(address: str, tmp_path: Path) -> None:
+    Distant.asked = 0
+    args = RoleArgs(address=address, name="actor-0", incarnation=0, run_dir=tmp_path)
+    with pytest.raises(ConfigError, match=r"env\.name: Distant has no answer"):
+        main(args)
+    assert Distant.asked == 1
+
+
+class Counted(Bandit):
+    """Environment that counts how often it is asked."""
+
+    asked = 0
+
+    def probe(self) -> None:
+        Counted.asked += 1
+
+
+def test_an_environment_is_asked_once_whatever_the_number_of_stages_and_sets() -> None:
+    name, stages = f"{__name__}:Counted", "stages=[{kind: rl, steps: 1}, {kind: rl, steps: 1}]"
     config = load(None, [stages, f"env.name={name}", f"eval.sets.far.env.name={name}"])
-
-    async def join() -> None:
-        check_host(config, probes=True)
-
-    Distant.probed = 0
-    asyncio.run(join())
-    assert Distant.probed == 1
+    Counted.asked = 0
+    check_host(config, probes=True)
+    assert Counted.asked == 1
