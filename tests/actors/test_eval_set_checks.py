@@ -45,6 +45,7 @@ def test_a_key_of_the_stages_is_not_reported_as_a_key_of_a_set() -> None:
 
 def policy(directory: Path, max_length: int) -> str:
     make_tokenizer(max_length).save_pretrained(directory)
+    (directory / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
     return f"policy={{path: {directory}, max_length: {max_length}}}"
 
 
