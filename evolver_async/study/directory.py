@@ -13,7 +13,6 @@ from typing import Any, Literal
 
 from evolver_async.config import Config, ConfigError
 from evolver_async.config.load import dump, load
-from evolver_async.config.paths import with_absolute_paths
 from evolver_async.config.secrets import escaped, mask
 from evolver_async.files import write_whole
 from evolver_async.study import definition as definitions
@@ -76,7 +75,7 @@ def existing(out: Path) -> Study | None:
     if definition is None:
         raise ConfigError(f"{path}: is not the definition of a study")
     cells = cells_of(definition)
-    configs = {cell.name: with_absolute_paths(load(_frozen(out, cell.name))) for cell in cells}
+    configs = {cell.name: load(_frozen(out, cell.name)) for cell in cells}
     return Study(out, definition, cells, configs)
 
 

@@ -9,7 +9,6 @@ import pytest
 from studies import EPISODES, STEP_S, TURNS, made_study, run_of, write_cold, write_run
 
 from evolver_async.config import Config, ConfigError, StageConfig
-from evolver_async.config.load import dump
 from evolver_async.report.plots.study_figures import bands
 from evolver_async.study import directory, plots, report
 from evolver_async.study.curves import StudyCurve, by_lag, height, mean_curve, reached
@@ -295,19 +294,6 @@ def test_the_failure_of_a_variant_called_cold_is_none_of_the_cold_start(tmp_path
     record_failure(study.out, run_of(study, "cold", 0).name, "it fell")
     assert state_of(study, run_of(study, "cold", 0)) == ("failed", "it fell")
     assert state_of(study, run_of(study, "warm", 0)) == ("waiting", "")
-
-
-def test_a_study_with_relative_paths_goes_on_by_the_same_command(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As one that was begun before its paths were frozen as absolute ones."""
-    monkeypatch.chdir(tmp_path)
-    study = made_study(tmp_path / "study", Definition("r"))
-    for name, config in study.configs.items():
-        config.policy.path = "model"
-        dump(config, study.out / "cells" / f"{name}.yaml")
-        config.policy.path = str(tmp_path / "model")
-    directory.begin(study)
 
 
 def test_another_study_is_refused_and_named(study: Study) -> None:
