@@ -48,6 +48,12 @@ def directory_of(config: Config, name: str) -> Path:
     return (Path(config.run.dir).expanduser() / name).resolve()
 
 
+def embeds_by_model(config: Config) -> bool:
+    """Return True if a process of the run loads the model in `experience.embedder`."""
+    used = config.experience.kind != "none" or config.questioning.kind == "llm"
+    return used and config.experience.embedder != "hash"
+
+
 def check_paths(config: Config) -> None:
     """Raise ConfigError for a path of the configuration that is missing or not writable."""
     if config.policy.path:
@@ -58,8 +64,7 @@ def check_paths(config: Config) -> None:
             if not (directory / name).is_file():
                 raise ConfigError(f"policy.path: {directory} has no {name}")
     embedder = config.experience.embedder
-    embeds = config.experience.kind != "none" or config.questioning.kind == "llm"
-    if embeds and embedder != "hash" and not Path(embedder).is_dir():
+    if embeds_by_model(config) and not Path(embedder).is_dir():
         raise ConfigError(f"experience.embedder: {embedder} is neither hash nor a directory")
     if not Path(config.weights.dir).is_dir():
         raise ConfigError(f"weights.dir: {config.weights.dir} is not a directory")

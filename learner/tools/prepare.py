@@ -9,6 +9,7 @@ import torch
 
 from evolver_async.config import Config, ConfigError
 from evolver_async.config.load import load, stage_config
+from evolver_async.config.paths import embeds_by_model
 from evolver_async.config.sections.channel import channel
 from evolver_async.launch.gpus import VISIBLE
 from evolver_async.launch.registry import resolve
@@ -70,8 +71,7 @@ def _missing_gpus(config: Config) -> Iterator[str]:
 
 def _check_embedder(config: Config) -> None:
     """Load the embedder once: without its service a run would go on, but unguided."""
-    used = config.experience.kind != "none" or config.questioning.kind == "llm"
-    if used and config.experience.embedder != "hash":
+    if embeds_by_model(config):
         try:
             resolve("embedder")(config.experience)
         except ValueError as error:
