@@ -32,6 +32,7 @@ FLOORS = (
     ("report",),
     ("commands",),
     ("library", "cli"),
+    ("__main__",),
 )
 
 # Folders of pure functions: time and randomness are arguments.

@@ -16,7 +16,7 @@ from evolver_async.metrics.tail import Tail
 from evolver_async.watch.status import ask
 
 DEADLINE_S = 120.0
-COMMAND = [sys.executable, "-m", "evolver_async.cli"]
+COMMAND = [sys.executable, "-m", "evolver_async"]
 
 
 def wait_for(condition: Callable[[], Any], what: str, deadline_s: float = DEADLINE_S) -> Any:
