@@ -18,6 +18,7 @@ from transformers import AutoModel, AutoTokenizer
 
 MAX_TOKENS = 512
 BATCH = 32
+DIGESTED = (".json", ".safetensors", ".bin", ".txt", ".model")  # files of a model
 POOLINGS = {  # sentence-transformers' names
     "pooling_mode_mean_tokens": "mean",
     "pooling_mode_cls_token": "cls",
@@ -36,7 +37,7 @@ class TransformerEmbedder:
         try:
             self._tokenizer: Any = AutoTokenizer.from_pretrained(path, local_files_only=True)
             self._model: Any = AutoModel.from_pretrained(path, local_files_only=True).eval()
-            config = (path / "config.json").read_bytes()
+            digest = _digest(path)
         except Exception as error:  # libraries raise classes of their own for a torn file
             problem = " ".join(f"{type(error).__name__}: {error}".split())[:300]
             raise ValueError(f"experience.embedder: {directory}: {problem}") from error
@@ -45,8 +46,7 @@ class TransformerEmbedder:
         positions = getattr(self._model.config, "max_position_embeddings", None) or limit
         self._max_tokens = min(limit, positions)
         self.dimensions = int(self._model.config.hidden_size)
-        digest = hashlib.blake2b(config, digest_size=6).hexdigest()
-        self.name = f"{path.resolve()}-{self._pooling}-{digest}"
+        self.name = f"{path.resolve().name}-{self._pooling}-{digest}"
 
     def embed(self, texts: list[str]) -> np.ndarray:
         """Return float32[n, d] with rows of length 1."""
@@ -68,6 +68,15 @@ class TransformerEmbedder:
             place_B = first_B if self._pooling == "cls" else last_B
             pooled_BD = states_BTD[torch.arange(len(texts)), place_B]
         return torch.nn.functional.normalize(pooled_BD, dim=1).numpy()
+
+
+def _digest(path: Path) -> str:
+    """Digest what vectors depend on: weights, tokenizer and configurations, wherever they lie."""
+    digest = hashlib.blake2b(digest_size=6)
+    for one in sorted(found for found in path.iterdir() if found.suffix in DIGESTED):
+        with one.open("rb") as file:
+            digest.update(hashlib.file_digest(file, "blake2b").digest())
+    return digest.hexdigest()
 
 
 def _pooling(path: Path) -> str:

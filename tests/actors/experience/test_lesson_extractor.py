@@ -2,6 +2,7 @@
 embedder, with a model made here."""
 
 import json
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -448,6 +449,18 @@ def test_a_batch_is_pooled_like_each_text_by_itself(
             expected = pick(model(ids).last_hidden_state[0])
         assert row == pytest.approx((expected / expected.norm()).numpy(), abs=1e-5)
     assert embedder.embed([]).shape == (0, 16)
+
+
+def test_an_embedder_is_named_by_its_weights_wherever_they_lie(encoder: Path) -> None:
+    """Vectors in a pool are made anew if the name is another."""
+    name = TransformerEmbedder(str(encoder)).name
+    moved = shutil.copytree(encoder, encoder.parent / "moved" / encoder.name)
+    assert TransformerEmbedder(str(moved)).name == name
+    model = BertModel.from_pretrained(moved)
+    with torch.no_grad():
+        model.embeddings.word_embeddings.weight.add_(0.1)
+    model.save_pretrained(moved)
+    assert TransformerEmbedder(str(moved)).name != name
 
 
 def test_a_pooling_that_we_do_not_know_is_refused(encoder: Path) -> None:
