@@ -17,11 +17,11 @@ from actors.rollout.conversation import system_message
 from actors.rollout.episode_config import Setting, setting_of
 from evolver_async.buffer.stages import source_of
 from evolver_async.config import Config
-from evolver_async.model.tokenizer import load_tokenizer
+from evolver_async.model.tokenizer import GENERATION, load_tokenizer
 from evolver_async.schema import Task
 
 log = logging.getLogger(__name__)
-GENERATION, TEMPLATE = "generation_config.json", "chat_template.jinja"
+TEMPLATE = "chat_template.jinja"
 
 # The rendering of `first`: the original template on the messages up to the first one of the user.
 # What follows is written as `Chat.next` does: an original that rewrites earlier turns is not asked.

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from actors.engines.base import Generation
+from evolver_async.model.tokenizer import end_tokens
 from evolver_async.schema import Role, Sequence, VersionRun, WeightId
 
 ASSISTANT, USER = "assistant-sentinel", "user-sentinel"
@@ -57,6 +58,8 @@ class Chat:
         self.end_of_turn: int | None = leading[0] if special else None
         ends = (self.end_of_turn, tokenizer.eos_token_id)
         self.stop_tokens = frozenset(token for token in ends if token is not None)
+        if tokenizer.name_or_path:  # the directory of its model
+            self.stop_tokens |= end_tokens(tokenizer.name_or_path)
 
     @property
     def vocabulary(self) -> int:

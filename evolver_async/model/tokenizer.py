@@ -4,6 +4,7 @@ This module does not import torch, so that processes without a model can compare
 """
 
 import hashlib
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,7 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
     "special_tokens_map.json",
 )
+GENERATION = "generation_config.json"
 
 
 class ModelError(ValueError):
@@ -39,7 +41,24 @@ def tokenizer_hash(directory: str | Path) -> str:
     root, digest = _tokenizer_json(directory).parent, hashlib.blake2b(digest_size=16)
     for path in filter(Path.is_file, (root / name for name in TOKENIZER_FILES)):
         digest.update(path.read_bytes())
+    digest.update(json.dumps(sorted(end_tokens(directory))).encode())
     return digest.hexdigest()
+
+
+def end_tokens(directory: str | Path) -> frozenset[int]:
+    """Return the tokens that `generation_config.json` says a turn can end with; none without it.
+
+    Llama 3 has three, of which its tokenizer names one. ModelError if they cannot be read.
+    """
+    path = Path(directory) / GENERATION
+    if not path.is_file():
+        return frozenset()
+    try:
+        found = json.loads(path.read_bytes()).get("eos_token_id")
+        found = found if isinstance(found, list) else [found]
+        return frozenset(int(token) for token in found if token is not None)
+    except (AttributeError, TypeError, ValueError) as error:
+        raise ModelError(f"{path}: eos_token_id: {error}") from error
 
 
 def _tokenizer_json(directory: str | Path) -> Path:

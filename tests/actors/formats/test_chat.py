@@ -1,7 +1,9 @@
 """Conversations in tokens: equal to the template's rendering, and append-only."""
 
+import json
 import re
 from datetime import datetime, tzinfo
+from pathlib import Path
 
 import pytest
 from chatml import TEMPLATE, make_tokenizer
@@ -11,6 +13,7 @@ from transformers.utils import chat_template_utils
 
 from actors.engines.base import Generation
 from actors.formats.chat import USER, Chat, Stream
+from evolver_async.model.tokenizer import GENERATION, ModelError, load_tokenizer, tokenizer_hash
 from evolver_async.schema import Role, WeightId
 
 TOKENIZER = make_tokenizer()
@@ -42,6 +45,23 @@ def test_deltas_add_up_to_the_whole_template(
 def test_end_of_turn_and_eos_stop_a_turn() -> None:
     assert CHAT.end_of_turn == END
     assert CHAT.stop_tokens == {END, TOKENIZER.eos_token_id}
+
+
+def test_a_model_can_name_more_tokens_that_end_a_turn(tmp_path: Path) -> None:
+    """As Llama 3 does: its tokenizer names one of three."""
+    make_tokenizer().save_pretrained(tmp_path)
+    before = tokenizer_hash(tmp_path)
+    more = TOKENIZER.convert_tokens_to_ids("a")
+    for ends in (more, [END, more], None):
+        (tmp_path / GENERATION).write_text(json.dumps({"eos_token_id": ends, "top_p": 0.9}))
+        chat = Chat(load_tokenizer(tmp_path))
+        named = {more} if ends else set[int]()
+        assert chat.stop_tokens == CHAT.stop_tokens | named
+        assert chat.text_of([*CHAT.tokens_of("left"), more]) == "left" + "a" * (not ends)
+        assert (tokenizer_hash(tmp_path) == before) == (ends is None)
+    (tmp_path / GENERATION).write_text('{"eos_token_id": "</s>"}')
+    with pytest.raises(ModelError, match=r"generation_config\.json: eos_token_id: .*</s>"):
+        Chat(load_tokenizer(tmp_path))
 
 
 def test_text_of_sampled_tokens_keeps_tags_and_drops_the_stop_token() -> None:
