@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 from evolver_async.checkpoint import shards
 from evolver_async.checkpoint.directory import CheckpointError
 from evolver_async.config import Config
+from evolver_async.config.load import stage_config
 from evolver_async.model import lora, policy, row_checks
 from evolver_async.model.tokenizer import ModelError
 from evolver_async.weights import probe
@@ -86,16 +87,17 @@ class Models:
         self.token_budgets: dict[bool, int] = {}  # measured, without and with a critic
 
     def begin_stage(self, stage: Config, index: int) -> None:
-        """Carry out the beginning of a stage, once: reset the optimizer, renew the reference."""
+        """Carry out the beginning of a stage, once: reset the optimizer, renew the reference or
+        free its memory if no stage will need it."""
         begun = self.config.stages[index]
         forget(self.optimizer)
         if begun.reset_optimizer:
             self.optimizer.state.clear()
             if self.critic is not None:
                 self.critic.optimizer.state.clear()
-        renews = begun.refresh_reference or begun.kind == "dpo"
-        if renews and self._needs_reference(stage, index):
+        if self.reference is not None and not self._keeps_reference(index):
             self.reference = None
+            self.token_budgets.clear()  # there is more memory from here on
         self.ensure_reference(stage, index)
 
     def ensure_reference(self, stage: Config, index: int) -> None:
@@ -170,6 +172,13 @@ class Models:
     def _needs_reference(self, stage: Config, index: int) -> bool:
         kind = self.config.stages[index].kind
         return kind == "dpo" or (kind == "rl" and stage.loss.kl_coef > 0)
+
+    def _keeps_reference(self, index: int) -> bool:
+        """Return True if the next stage that needs a reference, from this one on, renews none."""
+        for later, begun in enumerate(self.config.stages[index:], index):
+            if self._needs_reference(stage_config(self.config, later), later):
+                return not (begun.refresh_reference or begun.kind == "dpo")
+        return False
 
     def _load_reference(self) -> torch.nn.Module:
         if self.config.policy.lora.rank:

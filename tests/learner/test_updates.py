@@ -61,6 +61,29 @@ def test_the_reference_is_taken_where_the_first_stage_with_a_kl_begins(tiny, tmp
     assert same(made.reference, made.model)
 
 
+@pytest.mark.parametrize(
+    ("later", "kept"),
+    [
+        ([], False),
+        ([StageConfig(kind="dpo", steps=1)], False),
+        ([StageConfig(kind="rl", steps=1, override={"loss": {"kl_coef": 0.1}})], True),
+    ],
+)
+def test_a_reference_that_no_stage_will_read_is_dropped(tiny, tmp_path, later, kept):
+    """Of a large model it is gigabytes."""
+    stages = [StageConfig(kind="dpo", steps=1), StageConfig(kind="rl", steps=1), *later]
+    settings = config(tiny, stages)
+    made = updater(settings, tmp_path)
+    made.begin_stage(stage_config(settings, 0), 0)
+    first = made.reference
+    assert first is not None
+    made.begin_stage(stage_config(settings, 1), 1)
+    assert made.reference is (first if kept else None)
+    if later:
+        made.begin_stage(stage_config(settings, 2), 2)
+        assert (made.reference is first) == kept and made.reference is not None
+
+
 def test_a_kl_switched_on_at_a_resume_gets_a_reference(tiny, tmp_path):
     settings = config(tiny, [StageConfig(kind="rl", steps=1)], kl_coef=0.1)
     made = updater(settings, tmp_path)
