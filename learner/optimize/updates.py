@@ -6,8 +6,9 @@ Weights change here alone; `step` decides on the loss and on the data.
 import logging
 import math
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -21,7 +22,15 @@ from learner.diagnostics.offpolicy import Accounting
 from learner.diagnostics.step_result import NON_FINITE, TARGET_KL
 from learner.loss.correction import scales_lr
 from learner.loss.objective import Objective
-from learner.optimize.adamw import clear, follow, lr_at, take_back, update, with_gradient
+from learner.optimize.adamw import (
+    clear,
+    follow,
+    lr_at,
+    retrace,
+    take_back,
+    update,
+    with_gradient,
+)
 from learner.optimize.alignment import align, forget, remember
 from learner.optimize.critic import CriticTraining
 from learner.optimize.distill import DISTILL_KL, DISTILL_TOKENS, Distillation
@@ -90,7 +99,7 @@ class UpdateLimits:
     1 for none. target_kl: the bound on `Accounting.moved`, none while the critic warms up. Data
     beyond it end the step, and the last update is taken back, whose own data are measured once more
     if those of the next one are within. counts_age: data of the next one can be beyond the bound by
-    their age alone, so that only the last one's own count.
+    their age, so that what the last update alone moved them counts.
     """
 
     scales_lr: bool = False
@@ -164,10 +173,13 @@ class Stepper:
             done.append(_Update(minibatch, found, terms, kl, rate * scale, moved))
         means = {"learner/lr": rate}
         if math.isfinite(bound):
+            own = critic and critic.critic
+            measure = partial(self.passes.measure, stage, loss=loss, critic=own)
             led = None if limits.counts_age else beyond
+            if limits.counts_age and beyond is not None:
+                led = self._led(done[-1], partial(measure, minibatch), bound)
             if led is None and done and done[-1].kl <= bound:
-                last, own = done[-1].minibatch, critic and critic.critic
-                led = self.passes.measure(stage, last, loss, own).moved()
+                led = measure(done[-1].minibatch).moved()
             over = self._bounded(done, led, bound, means)
             beyond = over if beyond is None else beyond
         means["learner/token_budget"] = self.passes.token_budget(stage, critic and critic.critic)
@@ -179,6 +191,20 @@ class Stepper:
             return 1.0, 0.0
         known = self.passes.collected(found)
         return known.ess_share() ** 0.5 if scales_lr else 1.0, known.moved()
+
+    def _led(self, last: _Update, measure: Callable[[], Accounting], bound: float) -> float | None:
+        """Return how far the last update by itself moved data that are beyond the bound; None if
+        it is within: they are there by their age as well."""
+        after = measure()
+        self._retrace(last, back=True)
+        led = after.moved_since(measure())
+        self._retrace(last, back=False)
+        return None if led <= bound else led
+
+    def _retrace(self, last: _Update, *, back: bool) -> None:
+        with self.timers("optimizer"):
+            retrace(self.models.optimizer, last.moved, last.lr, back=back)
+            follow(self.models.model.parameters())
 
     def _bounded(
         self, done: list[_Update], led: float | None, bound: float, means: dict[str, float]

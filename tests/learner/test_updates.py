@@ -302,6 +302,40 @@ def test_an_update_before_other_data_that_are_beyond_the_bound_stays_if_these_ca
     assert outcome.metrics["offpolicy/kl_beyond"] == 0.5
 
 
+@pytest.mark.parametrize(("lr", "alone", "updates"), [(1e-6, False, 2), (0.3, True, 1)])
+def test_an_update_that_moves_old_data_beyond_the_bound_by_itself_is_taken_back(
+    tiny, tmp_path, monkeypatch, lr, alone, updates
+):
+    """Data of a later update count by what the last update moved them, not by their age."""
+    settings = config(tiny, [StageConfig(kind="rl", steps=1)], minibatches=4)
+    settings.loss.target_kl, settings.correction.anchor = 0.2, "interpolate"
+    settings.learner.lr = lr
+    made, told, led = updater(settings, tmp_path), iter((0.1, 0.1, 0.5, 0.15)), list[float]()
+    monkeypatch.setattr(under_test.Accounting, "moved", lambda _: next(told))
+    since = Accounting.moved_since
+
+    def moved_since(after: Accounting, before: Accounting) -> float:
+        led.append(since(after, before))
+        return led[-1]
+
+    monkeypatch.setattr(under_test.Accounting, "moved_since", moved_since)
+    kept = []
+    retrace = under_test.retrace
+
+    def traced(*given: Any, back: bool) -> None:
+        kept.append([weight.detach().clone() for weight in made.model.parameters()])
+        retrace(*given, back=back)
+
+    monkeypatch.setattr(under_test, "retrace", traced)
+    outcome = made.rl(stage_config(settings, 0), groups(4), LearnerState(lineage=1), FORKS, 1)
+    assert (led[0] > 0.2) == alone and led[0] > 0
+    assert outcome.updates == updates == len(outcome.trained)
+    assert outcome.metrics["learner/taken_back"] == 2 - updates
+    before = kept[1] if alone else kept[0]  # the last update's weights without it, or with it
+    for left, right in zip(made.model.parameters(), before, strict=True):
+        torch.testing.assert_close(left, right, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize(("minibatches", "after"), [(1, 0.5), (2, 0.5), (1, math.nan)])
 def test_the_last_update_of_a_step_is_taken_back_by_its_own_data(
     tiny, tmp_path, monkeypatch, minibatches, after

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from evolver_async.config import LearnerConfig
 from learner.optimize import adamw
-from learner.optimize.adamw import make_adamw, take_back, update, with_gradient
+from learner.optimize.adamw import make_adamw, retrace, take_back, update, with_gradient
 
 SCHEDULE: dict[str, Any] = {
     "lr": 1.0,
@@ -170,6 +170,13 @@ def test_what_is_taken_back_is_where_it_was_and_has_lost_its_momentum():
     ]
     assert min(far) > 0.01
     second = [optimizer.state[weight]["exp_avg_sq"].clone() for weight in moved]
+    after = [weight.detach().clone() for weight in moved]
+    retrace(optimizer, moved, 0.3, back=True)
+    for weight, old in zip((*moved, still), before, strict=True):
+        torch.testing.assert_close(weight.detach(), old, rtol=1e-6, atol=1e-6)
+    retrace(optimizer, moved, 0.3, back=False)
+    for weight, old in zip((*moved, still), (*after, before[-1]), strict=True):
+        torch.testing.assert_close(weight.detach(), old, rtol=1e-6, atol=1e-6)
     take_back(optimizer, moved, 0.3)
     for weight, old in zip((*moved, still), before, strict=True):
         torch.testing.assert_close(weight.detach(), old, rtol=1e-6, atol=1e-6)
