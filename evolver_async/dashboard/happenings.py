@@ -6,6 +6,7 @@ from evolver_async.buffer.monitor.failures import plain
 from evolver_async.dashboard.feed import RunSnapshot
 from evolver_async.dashboard.lines import DIM, duration, title, wrapped
 from evolver_async.metrics.alarms import firing
+from evolver_async.results.events import SHOWN
 from evolver_async.watch.status import longest_stall, waits_of
 
 STYLES = {"alarm": "yellow", "failure": "red", "rollback": "magenta", "restart": "magenta"}
@@ -19,7 +20,8 @@ def happenings(snapshot: RunSnapshot, width: int) -> list[Text]:
         lines += wrapped(f"alarms that fire now: {', '.join(alarms)}", width, "bold yellow")
     if snapshot.live:
         lines += _waits(snapshot, width) + _failures(snapshot, width)
-    lines.append(title(f"events, newest first: {len(snapshot.events)}", width))
+    kept = f"at most {SHOWN} of a kind"
+    lines.append(title(f"events, newest first, {kept}: {len(snapshot.events)}", width))
     for event in sorted(snapshot.events, key=lambda one: -(one.step or 0)):
         place = "" if event.step is None else f"step {event.step}"
         label = f"{place:>12} {event.kind:9} "

@@ -17,6 +17,7 @@ from evolver_async.report.chosen_curves import (
 from evolver_async.report.plots import bars
 from evolver_async.report.plots.curves import Curve, CurveBoard, Figure
 from evolver_async.report.tables import Table, fates_table
+from evolver_async.results.events import SHOWN
 from evolver_async.results.run import RunResults
 from evolver_async.results.trajectories import RecordedTrajectory
 from evolver_async.watch import cells
@@ -231,7 +232,8 @@ def _faults(run: RunResults, board: CurveBoard) -> PageSection:
     counts = Counter(event.kind for event in run.events)
     if run.events:
         counted = ", ".join(f"{count} {kind}" for kind, count in counts.most_common())
-        section.sentences.append(f"Events: {counted}.")
+        most = f"; of each kind the newest {SHOWN} at most" if max(counts.values()) >= SHOWN else ""
+        section.sentences.append(f"Events: {counted}{most}.")
         rows = [["" if one.step is None else one.step, one.kind, one.text] for one in run.events]
         section.tables.append(Table("Events", ["step", "kind", "event"], rows))
     if counts.keys() <= {"stage"}:

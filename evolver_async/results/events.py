@@ -1,6 +1,7 @@
 """Events of a run: stages, restarts of the learner, rollbacks, alarms, failures. Pure."""
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -9,7 +10,7 @@ from typing import Any
 from evolver_async.metrics.alarms import alarm_spans
 from evolver_async.metrics.lineages import key_of
 
-SHOWN = 200  # events of one kind
+SHOWN = 200  # events of one kind, the newest ones
 LOGGED = re.compile(r"^(\S+ [\d:,]+) WARNING [\w.]+: (.*restart \d+ of \d+.*)$")
 
 
@@ -23,17 +24,26 @@ class RunEvent:
 
 
 def events(all_rows: Sequence[dict[str, Any]], rows: Sequence[dict[str, Any]]) -> list[RunEvent]:
-    """Return the events by step. `rows` are those of `all_rows` in the newest lineage's curve."""
+    """Return the newest events of each kind by step.
+
+    `rows` are those of `all_rows` in the newest lineage's curve.
+    """
     takes = [row for row in rows if key_of(row).kind == "take"]
     found = [*_restarts(all_rows), *_stages(takes), *_alarms(takes), *_rises(takes)]
-    return sorted(found, key=lambda event: event.step or 0)
+    found.sort(key=lambda event: event.step or 0)
+    counts, newest = Counter[str](), []
+    for event in reversed(found):
+        counts[event.kind] += 1
+        if counts[event.kind] <= SHOWN:
+            newest.append(event)
+    return newest[::-1]
 
 
 def restarts_logged(log: str) -> list[RunEvent]:
     """Return the restarts of processes that the launcher's log names."""
     matches = [LOGGED.match(line) for line in log.splitlines()]
     found = [RunEvent("restart", None, f"{one[1]}: {one[2]}") for one in matches if one]
-    return found[:SHOWN]
+    return found[-SHOWN:]
 
 
 def _restarts(all_rows: Iterable[dict[str, Any]]) -> list[RunEvent]:
@@ -50,7 +60,7 @@ def _restarts(all_rows: Iterable[dict[str, Any]]) -> list[RunEvent]:
         repeated = max(0, last[before] - first[lineage] + 1)
         text = f"lineage {lineage} starts with step {first[lineage]}; it repeats {repeated} steps"
         found.append(RunEvent("restart", first[lineage], text))
-    return found[:SHOWN]
+    return found
 
 
 def _stages(takes: Iterable[dict[str, Any]]) -> list[RunEvent]:
@@ -69,7 +79,7 @@ def _alarms(takes: Sequence[dict[str, Any]]) -> list[RunEvent]:
     for name, begun, ended in alarm_spans(takes):
         until = "" if ended is None else f" until step {ended}"
         found.append(RunEvent("alarm", begun, f"alarm {name} fires{until}"))
-    return found[:SHOWN]
+    return found
 
 
 def _rises(takes: Sequence[dict[str, Any]]) -> list[RunEvent]:
@@ -86,4 +96,4 @@ def _rises(takes: Sequence[dict[str, Any]]) -> list[RunEvent]:
             counts[name] = value
             if rise > 0:
                 found.append(RunEvent(kind, int(row["step"]), f"{name}: +{rise:g}"))
-    return found[:SHOWN]
+    return found

@@ -1,7 +1,7 @@
 """Events are found in the metrics: stages, restarts, rollbacks, alarms, failures."""
 
 from evolver_async.metrics.lineages import current_rows
-from evolver_async.results.events import events, restarts_logged
+from evolver_async.results.events import SHOWN, events, restarts_logged
 
 
 def row(step: int, lineage: int = 1, **values: float) -> dict:
@@ -18,7 +18,9 @@ def test_every_kind_of_event_has_its_step() -> None:
         row(5, 2, **{"alarm/entropy_low": 0.0, "failures/agent": 2.0, "safety/rollbacks": 1.0}),
         row(6, 2, stage=1.0, **{"failures/agent": 3.0, "safety/rollbacks": 1.0}),
     ]
-    found = [(one.kind, one.step, one.text) for one in events(rows, current_rows(rows))]
+    found = [
+        (one.kind, one.step, one.text) for one in events(rows, current_rows(rows))
+    ]
     assert sorted(found) == sorted(
         [
             ("stage", 1, "stage 0 (rl) starts"),
@@ -49,3 +51,21 @@ def test_the_restarts_in_a_log_are_found() -> None:
     )
     (found,) = restarts_logged(log)
     assert found.step is None and found.text.startswith("2026-11-23 09:11:15,162: actor-0 ended")
+
+
+def test_the_newest_events_of_each_kind_are_kept() -> None:
+    """A run of weeks with an endpoint that fails now and then."""
+    last = 2 * SHOWN
+    rows = [row(1), row(2, **{"safety/rollbacks": 1.0})]
+    rows += [row(step, **{"failures/judge": float(step)}) for step in range(3, last + 1)]
+    found = events(rows, rows)
+    assert [one.step for one in found if one.kind == "rollback"] == [2]
+    failed = [one.step for one in found if one.kind == "failure"]
+    assert failed == [*range(last - SHOWN + 1, last + 1)]
+    assert [one.step for one in found] == sorted(one.step or 0 for one in found)
+
+
+def test_the_newest_restarts_in_a_log_are_kept() -> None:
+    line = "2026-11-23 09:11:15,162 WARNING evolver_async.launch: actor-{} ended, restart 1 of 3"
+    found = restarts_logged("\n".join(line.format(number) for number in range(SHOWN + 5)))
+    assert len(found) == SHOWN and f"actor-{SHOWN + 4} ended" in found[-1].text
