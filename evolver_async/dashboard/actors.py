@@ -27,10 +27,10 @@ def actors(snapshot: RunSnapshot, width: int) -> list[Text]:
     found = status["actors"]
     counts = {state: sum(a["state"] == state for a in found.values()) for state in STYLES}
     text = ", ".join(f"{count} {state}" for state, count in counts.items() if count)
-    if status["actors_not_shown"]:
-        text += f", {status['actors_not_shown']} not shown"
-    rate = sum(actor["tokens_per_s"] for actor in found.values())
-    head = f"actors: {text or 'none yet'}; {rate:,.0f} tokens/s; head {status['head'] or 'none'}"
+    rate = f"{sum(actor['tokens_per_s'] for actor in found.values()):,.0f} tokens/s"
+    if more := status["actors_not_shown"]:
+        text, rate = f"{text}, {more} not shown", f"{rate} of those shown"
+    head = f"actors: {text or 'none yet'}; {rate}; head {status['head'] or 'none'}"
     lines = wrapped(snapshot.silence, width, "yellow") if snapshot.silence else []
     lines.append(title(head, width))
     names = ["actor", "state", "weights", "tokens/s", "heard", "last error"]

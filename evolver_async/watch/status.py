@@ -63,6 +63,8 @@ def status_lines(status: dict[str, Any]) -> list[str]:
             f" {actor['tokens_per_s']:.0f} tokens/s, {actor['leases']} leases,"
             f" last contact {actor['seen_s_ago']:.0f} s ago"
         )
+    if more := status["actors_not_shown"]:
+        lines.append(f"{more} more actors, which were not heard as lately, are not shown")
     lines += waits_of(status)
     lines += [f"evaluation {text}" for text in status["evaluations"]]
     lines += map(str, failures_of(status))

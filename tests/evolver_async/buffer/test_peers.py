@@ -26,7 +26,7 @@ from evolver_async.protocol.messages import (
     StatusRequest,
 )
 from evolver_async.transport.router import RequestRouter
-from evolver_async.watch.status import waits_of
+from evolver_async.watch.status import status_lines, waits_of
 
 
 def test_who_has_no_part_in_the_run_is_forgotten_after_a_minute(tmp_path):
@@ -84,6 +84,9 @@ def test_twenty_thousand_names_leave_every_reply_and_all_memory_bounded(tmp_path
     status = answer(router, StatusRequest(), "you", 1, world.now)
     assert isinstance(status, StatusReply)
     assert status.status["actors_not_shown"] > 0 and status.status["ledger"]["generated_tokens"] > 0
+    more = status.status["actors_not_shown"]
+    lines = status_lines(status.status)
+    assert f"{more} more actors, which were not heard as lately, are not shown" in lines
     done = answer(
         router,
         Done(lineage=1, take=0, version=1, trained=groups, filtered={}),
