@@ -53,6 +53,12 @@ def table(
     return found
 
 
+def natural_width(names: Sequence[str], rows: Sequence[Sequence[str | Text]]) -> int:
+    """Return the cells that a table needs to show every text whole."""
+    columns = zip(names, *rows, strict=True)
+    return sum(max(map(len, column)) + GAP for column in columns)
+
+
 def beside(blocks: Sequence[list[Text]], widths: Sequence[int]) -> list[Text]:
     """Put blocks of lines next to each other, each cut or filled up to its width."""
     found = []

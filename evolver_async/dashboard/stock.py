@@ -6,7 +6,7 @@ from typing import Any
 from rich.text import Text
 
 from evolver_async.dashboard.feed import RunSnapshot
-from evolver_async.dashboard.lines import DIM, beside, table, title, wrapped
+from evolver_async.dashboard.lines import DIM, beside, natural_width, table, title, wrapped
 from evolver_async.dashboard.overview import CurveChoice, PlotOptions, charts
 from evolver_async.dashboard.plots import bar
 
@@ -62,17 +62,25 @@ def _occupancy(groups: dict[str, int], width: int) -> list[Text]:
 
 
 def _ledger(ledger: Amounts, unit: str, width: int) -> list[Text]:
-    """Return one row per kind: what was received, and where all of it is."""
-    rows = []
+    """Return one row per kind: what was received, where all of it is, and whether it closes.
+
+    What is held has one column where there is no room for its states.
+    """
+    rows, short = [], []
     for kind, received in ledger["received"].items():
         held = [ledger["held"].get(kind, {}).get(state, {}).get(unit, 0) for state in HELD]
         closed = [_total(ledger[fate].get(kind, {}), unit) for fate in CLOSED]
         missing = received[unit] - sum(held) - sum(closed)
         closes = Text("closes", "green") if not missing else Text(f"{missing:+,} off", "bold red")
-        rows.append([kind, *(f"{count:,}" for count in (received[unit], *held, *closed)), closes])
+        for found, parts in ((rows, held), (short, [sum(held)])):
+            counts = (f"{count:,}" for count in (received[unit], *parts, *closed))
+            found.append([kind, *counts, closes])
     if not rows:
         return [Text("nothing has been received yet", DIM)]
-    return table(["kind", "received", *HELD, *CLOSED, ""], rows, width, left=("kind", ""))
+    names = ["kind", "received", *HELD, *CLOSED, ""]
+    if natural_width(names, rows) > width:
+        names, rows = ["kind", "received", "held", *CLOSED, ""], short
+    return table(names, rows, width, left=("kind", ""))
 
 
 def _total(reasons: Amounts, unit: str) -> int:
