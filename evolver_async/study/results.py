@@ -127,7 +127,7 @@ def cold_end(run_dir: Path) -> ColdEnd:
 def _cold_end(run_dir: Path, *_: int) -> ColdEnd:
     rows = rows_of(run_dir)
     evaluations: dict[str, float] = {}
-    for row in rows:
+    for row in sorted(rows, key=lambda row: row["step"]):  # an earlier one can end later
         numbers = {name: row[name] for name in row if name.startswith("eval/")}
         evaluations |= {name: float(one) for name, one in numbers.items() if one is not None}
     return ColdEnd(_last_second(rows), evaluations)

@@ -234,6 +234,17 @@ def test_a_forked_run_begins_with_the_end_of_its_cold_start(tmp_path: Path) -> N
     ]
 
 
+def test_an_evaluation_that_ended_late_is_not_the_last_one_of_a_cold_start(tmp_path: Path) -> None:
+    definition = Definition("r", seeds=(0,), grid=LAGS.grid, cold_start=True)
+    study = made_study(tmp_path / "study", definition)
+    write_cold(study, 0, 0.3)
+    path = directory.cold_run(study, 0).directory / "metrics.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join([lines[0], *lines[2:], lines[1]]))
+    write_run(run_of(study, "weight_lag-0", 0), [0.5], before_s=2 * STEP_S)
+    assert results_of(study)[0].points[0].value == 0.3
+
+
 @pytest.mark.parametrize(
     "override",
     [{"env": {"params": {"size": 6}}}, {"tasks": {"train": 9}, "rollout": {"max_turns": 3}}],
