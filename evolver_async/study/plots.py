@@ -3,6 +3,7 @@
 Curves and points are those of finished runs: means over seeds with 95 % intervals.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -45,7 +46,7 @@ def write(study: Study, results: Sequence[RunResult]) -> None:
     for key in study.cells[0].swept:
         with _figure(folder / f"final_by_{_file_name(key)}.png", key, f"final {metric}") as axes:
             for curve in finals(cells, key):
-                halves = [one.half or 0.0 for one in curve.values]
+                halves = [math.nan if one.half is None else one.half for one in curve.values]
                 means = [one.mean for one in curve.values]
                 axes.errorbar(
                     curve.places, means, yerr=halves, marker="o", capsize=3, label=curve.label

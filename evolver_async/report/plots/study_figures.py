@@ -8,6 +8,7 @@ from bokeh.plotting import figure
 
 from evolver_async.report.plots.curves import PALETTE, finish, place_legend
 from evolver_async.study.curves import StudyCurve
+from evolver_async.study.statistics import Interval
 
 HEIGHT = 420
 TOOLS = "pan,box_zoom,wheel_zoom,reset,save"
@@ -32,10 +33,7 @@ def bands(title: str, axis: str, curves: Sequence[StudyCurve]) -> figure:
             "place", "mean", source=source, color=color, line_width=2, line_dash=dash,
             legend_label=curve.label,
         )  # fmt: skip
-        tips = [
-            (axis, "@place{0.[0]}"),
-            (curve.label, "@mean{0.000} (@low{0.000} to @high{0.000})"),
-        ]
+        tips = [(axis, "@place{0.[0]}"), (curve.label, "@shown")]
         made.add_tools(HoverTool(renderers=[line], tooltips=tips, mode="mouse"))
     place_legend(made, len(curves))
     return made
@@ -55,7 +53,7 @@ def points(title: str, axis: str, values: Sequence[str], curves: Sequence[StudyC
             made.add_layout(
                 Whisker(base="place", lower="low", upper="high", source=source, line_color=color)
             )
-        tips = [(axis, "@name"), (curve.label, "@mean{0.000} (@low{0.000} to @high{0.000})")]
+        tips = [(axis, "@name"), (curve.label, "@shown")]
         made.add_tools(HoverTool(renderers=[dots], tooltips=tips))
     made.xaxis.ticker = list(range(len(values)))
     made.xaxis.major_label_overrides = dict(enumerate(values))
@@ -79,7 +77,15 @@ def _source(curve: StudyCurve, shift: float = 0.0, names: Sequence[str] = ()) ->
         "mean": means,
         "low": [mean - half for mean, half in zip(means, halves, strict=True)],
         "high": [mean + half for mean, half in zip(means, halves, strict=True)],
+        "shown": [_shown(one) for one in curve.values],
     }
     if names:
         data["name"] = [names[int(place)] for place in curve.places]
     return ColumnDataSource(data)
+
+
+def _shown(one: Interval) -> str:
+    """Return a mean with its interval as text; a mean without one stands alone."""
+    if one.half is None:
+        return f"{one.mean:.3f}"
+    return f"{one.mean:.3f} ({one.mean - one.half:.3f} to {one.mean + one.half:.3f})"

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from bokeh.models import ColumnDataSource
 from browser import EXECUTABLE, Tab, browsing
 from launches import wait_for
 from studies import made_study, run_of, write_run
@@ -47,6 +48,17 @@ def test_the_page_has_every_table_figure_and_run(study: Study) -> None:
     assert len(runs.tables[0].rows) == 8
     last = runs.tables[0].rows[-1]
     assert last[1] == "failed" and last[-1] == HOSTILE
+
+
+def test_a_single_seed_has_no_interval(tmp_path: Path) -> None:
+    definition = Definition("recipe", seeds=(0,), grid={"actors.weight_lag": ("0", "4")})
+    made = made_study(tmp_path / "one", definition)
+    for cell in made.cells:
+        write_run(run_of(made, cell.name, 0), [0.2, 0.8])
+    _, curves, finals, data, _ = study_sections(made, results_of(made))
+    for figure in (*curves.figures, *finals.figures, *data.figures):
+        for source in {id(one): one for one in figure.select({"type": ColumnDataSource})}.values():
+            assert source.data["shown"] == [f"{mean:.3f}" for mean in source.data["mean"]]
 
 
 def test_a_study_without_finished_runs_has_a_page_too(tmp_path: Path) -> None:
