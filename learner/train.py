@@ -128,7 +128,7 @@ class Learner:
             found = newest or f"{self.checkpoints.directory}: no checkpoint left"
             raise CheckpointError(f"{found}: the buffer refused it: {error}") from error
         state.lineage, state.discard = reply.lineage, False
-        self.metrics.lineage = reply.lineage
+        self.metrics.lineage, self.metrics.progress = reply.lineage, state.progress()
         self.forks = {fork.lineage: fork for fork in reply.forks}
         self.publish(retain=again is not NO_EVALUATION)
         self.publisher.wait()
@@ -224,7 +224,8 @@ class Learner:
         try:
             while isinstance(reply := self.requests.ask(request), messages.Wait):
                 log.info("take %d waits: %s", state.take, reply.reason)
-                self.guard.report_failures(reply.failures, state.take)
+                seconds = self.clock.seconds(state)
+                self.guard.report_failures(reply.failures, state.take, seconds)
         except Rejected as error:
             raise TrainingError(f"take {state.take}: {error}") from error
         return reply
@@ -253,7 +254,7 @@ class Learner:
             )
         )
         self.take_in(reply)
-        self.guard.report_failures(reply.failures, take)
+        self.guard.report_failures(reply.failures, take, self.clock.seconds(self.state))
         return reply
 
     def take_in(self, reply: messages.Ok) -> None:

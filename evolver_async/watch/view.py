@@ -80,7 +80,7 @@ class View:
                 f" over {played(row)}{self._exact_values(row)}"
                 f"{''.join(f'; {name} {value}' for name, value in eval_sets_of(row))}"
             )
-        if "time_s" not in row:
+        if new.kind != "take":
             return None
         if self.row and self.row["lineage"] != row["lineage"]:  # a resume sets the clock back
             self.first, self.line_due_s = None, 0.0

@@ -83,8 +83,11 @@ class Guard:
         log.warning("step %d: %s", state.take, text)
         self.metrics.alert("rollback", f"step {state.take}: {text}: {reasons}")
 
-    def report_failures(self, failures: list[FailureTotal], take: int) -> None:
-        """Report every failing component of the actors once, in the log and in the metrics."""
+    def report_failures(self, failures: list[FailureTotal], take: int, seconds: float) -> None:
+        """Report every failing component of the actors once, in the log and in the metrics.
+
+        `seconds`: age of the run.
+        """
         new = [one for one in failures if (one.kind, one.name) not in self.reported]
         for failure in new:
             self.reported.add((failure.kind, failure.name))
@@ -94,7 +97,8 @@ class Guard:
             counts = Counter[str]()
             for failure in failures:
                 counts[f"failures/{failure.kind}"] += failure.count
-            self.metrics.log(take, {name: float(count) for name, count in counts.items()})
+            values = {name: float(count) for name, count in counts.items()}
+            self.metrics.log(take, {"time_s": seconds, **values})
 
     def report_end(self, state: LearnerState, newest: EvalResult | None) -> None:
         """Alert of the end of this learner: after the last stage, or before it on request.

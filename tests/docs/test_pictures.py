@@ -19,7 +19,13 @@ def test_panel_and_curve_show_the_run(tmp_path: Path, monkeypatch: pytest.Monkey
     dump(Config(stages=[StageConfig(steps=4)]), tmp_path / "config.yaml")
     (tmp_path / EXACT).write_text(json.dumps({"random": 0.25, "optimal": 1.0}))
     rows = [
-        {"step": step, "lineage": 1, "time_s": float(step), "train/success": step / 8}
+        {
+            "step": step,
+            "lineage": 1,
+            "time_s": float(step),
+            "stage_kind": "rl",
+            "train/success": step / 8,
+        }
         for step in range(1, 5)
     ]
     rows.append({"step": 4, "lineage": 1, "eval/success": 0.625, "eval/episodes": 8})

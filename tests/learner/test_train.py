@@ -19,10 +19,12 @@ from evolver_async.config.sections.run import EvalConfig
 from evolver_async.errors import EVALUATION_LOST, STOPPED, TrainingError
 from evolver_async.launch.registry import resolve
 from evolver_async.launch.serial import VirtualLoop, run
+from evolver_async.metrics.families import AXES, CLOCK
 from evolver_async.metrics.writer import Metrics
 from evolver_async.process.setup import RoleArgs
 from evolver_async.protocol.evaluations import EvalResult
-from evolver_async.schema import WeightId
+from evolver_async.protocol.failures import FailureTotal
+from evolver_async.schema import Group, WeightId
 from evolver_async.transport.dealer import DealerClient
 from evolver_async.transport.in_process import LocalClient, LocalServer
 from evolver_async.weights.shm import ShmPublisher
@@ -278,3 +280,24 @@ def test_weights_change_only_once_the_version_before_is_copied(tmp_path: Path) -
     assert seen.count("publish") > 2
     follows = [next_ for one, next_ in itertools.pairwise(seen) if one == "publish"]
     assert set(follows) == {"copied"}, "two minibatches, and a copy before each"
+
+
+def test_failures_before_the_first_step_have_every_axis(tmp_path: Path) -> None:
+    """Else W&B does not draw them, and a run that only fails has no other row."""
+
+    def fail(learner: Learner) -> None:
+        sample = learner.sample
+
+        def failing() -> list[Group]:
+            total = FailureTotal(kind="agent", name="my:play", error="KeyError", count=1)
+            learner.guard.report_failures([total], learner.state.take, 0.5)
+            return sample()
+
+        learner.sample = failing
+
+    killed = Run(tmp_path)
+    killed.train(fail)
+    killed.close()
+    first = rows(killed.run_dir)[0]
+    assert first["failures/agent"] == 1.0
+    assert {*AXES} - {CLOCK} <= first.keys()

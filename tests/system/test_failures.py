@@ -266,15 +266,15 @@ def test_people_and_metrics_are_told_once_of_each_thing_that_fails(tmp_path: Pat
     guard = Guard(tmp_path, told)
     judge = total(2, kind="judge", name="http://here/v1")
     for failures in ([total(1)], [total(500)], [total(501), judge], [total(502), judge]):
-        guard.report_failures(failures, 7)
+        guard.report_failures(failures, 7, 2.5)
     assert told.alerts == [
         ("agent fails", "agent my:play failed once, last: KeyError: 'x'"),
         ("judge fails", "judge http://here/v1 failed 2 times, last: KeyError: 'x'"),
     ]
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert rows == [
-        {"step": 7, "lineage": 0, "failures/agent": 1.0},
-        {"step": 7, "lineage": 0, "failures/agent": 501.0, "failures/judge": 2.0},
+        {"step": 7, "lineage": 0, "time_s": 2.5, "failures/agent": 1.0},
+        {"step": 7, "lineage": 0, "time_s": 2.5, "failures/agent": 501.0, "failures/judge": 2.0},
     ]
 
 
