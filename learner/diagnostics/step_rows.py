@@ -39,9 +39,11 @@ class StepRows:
         end after this one.
         """
         metrics = self.config.metrics
+        path = self.run_dir / "samples" / f"step_{state.take:06d}.jsonl"
         if outcome.data is not None and metrics.samples and take % metrics.samples_every == 0:
-            path = self.run_dir / "samples" / f"step_{state.take:06d}.jsonl"
             write_samples(path, self.tokenizer, outcome.data, metrics.samples)
+        else:
+            path.unlink(missing_ok=True)  # of a lineage that the run has left
         if outcome.histograms:
             self.metrics.log_histograms(state.take, outcome.histograms)
         self.metrics.progress = state.progress()

@@ -20,7 +20,7 @@ from evolver_async.errors import EVALUATION_LOST, STOPPED, TrainingError
 from evolver_async.launch.registry import resolve
 from evolver_async.launch.serial import VirtualLoop, run
 from evolver_async.metrics.families import AXES, CLOCK
-from evolver_async.metrics.writer import Metrics
+from evolver_async.metrics.writer import Metrics, Timers
 from evolver_async.process.setup import RoleArgs
 from evolver_async.protocol.evaluations import EvalResult
 from evolver_async.protocol.failures import FailureTotal
@@ -28,6 +28,8 @@ from evolver_async.schema import Group, WeightId
 from evolver_async.transport.dealer import DealerClient
 from evolver_async.transport.in_process import LocalClient, LocalServer
 from evolver_async.weights.shm import ShmPublisher
+from learner.diagnostics.step_result import StepResult
+from learner.diagnostics.step_rows import StepRows
 from learner.main import build
 from learner.run.evaluations import EvaluationTracker, Standstill
 from learner.schedule import Stages
@@ -301,3 +303,17 @@ def test_failures_before_the_first_step_have_every_axis(tmp_path: Path) -> None:
     first = rows(killed.run_dir)[0]
     assert first["failures/agent"] == 1.0
     assert {*AXES} - {CLOCK} <= first.keys()
+
+
+def test_a_step_has_no_samples_of_a_lineage_that_the_run_has_left(tmp_path: Path) -> None:
+    """W&B and the report find them by the step alone."""
+    config, run_dir = prepared(tmp_path)
+    metrics = Metrics(run_dir)
+    rows = StepRows(config, run_dir, metrics, Timers())
+    old = run_dir / "samples" / "step_000008.jsonl"
+    old.parent.mkdir()
+    old.write_text("{}\n")
+    state = LearnerState(lineage=2, take=8)
+    rows.write(state, 7, 0, StepResult([], {}, 0, 0), {}, 1.0, 1.0)
+    metrics.close()
+    assert not old.exists()
