@@ -4,10 +4,12 @@ disk or a power cut leaves one, costs no other line."""
 import json
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+PIECE_BYTES = 1 << 19  # that are read at a time
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +44,13 @@ class Tail:
         self.lines += len(found)
         self.unreadable += len(missing)
         return [row for row in found if row is not None]
+
+    def pieces(self) -> Iterator[list[dict[str, Any]]]:
+        """Yield what `rows` returns piece by piece: the whole file of a long run fills a memory."""
+        before = -1
+        while self.offset > before:
+            before = self.offset
+            yield self.rows(PIECE_BYTES)
 
 
 def append_row(path: Path, row: Mapping[str, Any]) -> None:

@@ -20,7 +20,6 @@ COLUMNS = (
 LABELS = {1: "GOOD", -1: "BAD", 0: ""}
 CELL_CHARS = 4000  # of a text in the table
 TURNS = 500  # of one step in the table
-PIECE_BYTES = 1 << 20  # of gauges that are read at a time
 
 
 class StepExtras:
@@ -51,16 +50,15 @@ class StepExtras:
         return rows[:TURNS]
 
     def gauges(self, last: bool) -> Iterator[dict[str, float]]:
-        """Yield the new rows of gauges; `last`: also the one that is not complete yet.
+        """Yield new rows of gauges, of one piece of the file; `last`: all, also the incomplete one.
 
-        An upload begins with those of the whole run, so that they are read piece by piece.
+        An upload begins with those of the whole run, which rows of steps must not wait for.
         """
-        before = -1
-        while self._system.offset > before:
-            before = self._system.offset
-            yield from self._gauges.take_in(self._system.rows(PIECE_BYTES))
-        if last:
-            yield from self._gauges.rest()
+        for lines in self._system.pieces():
+            yield from self._gauges.take_in(lines)
+            if not last:
+                return
+        yield from self._gauges.rest()
 
 
 def _turns(step: int, sample: dict[str, Any]) -> Iterator[list[Any]]:

@@ -1,12 +1,14 @@
 """Weights & Biases beside a run: the real package, offline, with its helper killed and stopped."""
 
 import json
+import os
 import signal
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
@@ -16,10 +18,12 @@ from wandb_records import files, records, step_rows
 from evolver_async.cli import main
 from evolver_async.config import Config, StageConfig
 from evolver_async.config.load import dump
-from evolver_async.metrics import wandb_process
+from evolver_async.metrics import tail, wandb_process
 from evolver_async.metrics.alerts import alert
+from evolver_async.metrics.gauges import PERIOD_S, SYSTEM
+from evolver_async.metrics.tail import append_row
 from evolver_async.metrics.wandb_process import has_key, online, read_state, url_of, write_state
-from evolver_async.metrics.wandb_upload import exclusive, send
+from evolver_async.metrics.wandb_upload import Upload, exclusive, send
 from evolver_async.metrics.writer import Metrics
 
 pytestmark = pytest.mark.process
@@ -234,20 +238,22 @@ def test_a_run_that_w_and_b_never_saw_is_sent_afterwards(
 
 
 class RecordedRun:
-    """A run of W&B that keeps the titles of its alerts."""
+    """A run of W&B that keeps its rows, and the titles of its alerts."""
 
     def __init__(self, mode: str) -> None:
         self.mode = mode
         self.url = f"https://example.org/{mode}"
         self.settings = SimpleNamespace(sync_dir=".")
         self.titles: list[str] = []
+        self.rows: list[dict[str, Any]] = []
 
     def alert(self, title: str, text: str, level: str) -> None:
         self.titles.append(title)
 
     def define_metric(self, *_: object, **__: object) -> None: ...
 
-    def log(self, row: object) -> None: ...
+    def log(self, row: dict[str, Any]) -> None:
+        self.rows.append(row)
 
     def finish(self) -> None: ...
 
@@ -265,6 +271,28 @@ class ReachableServer(ModuleType):
     def init(self, mode: str, **_: object) -> RecordedRun:
         self.runs.append(RecordedRun(mode))
         return self.runs[-1]
+
+
+def test_rows_of_steps_do_not_wait_for_the_gauges_of_the_whole_run(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else an upload that begins late looks stuck while it sends them, and is begun again."""
+    server = ReachableServer()
+    monkeypatch.setitem(sys.modules, "wandb", server)
+    monkeypatch.setattr(tail, "PIECE_BYTES", 1000)
+    metrics = Metrics(run_dir)
+    log(metrics, 1, 1)
+    for number in range(100):
+        line = {"time": number * PERIOD_S, "process": "actor-0", "host": "h", "rss_bytes": 1.0}
+        append_row(run_dir / SYSTEM, line)
+    upload = Upload(run_dir, True, fallback=False, parent=os.getpid())
+    upload.send_new()
+    log(metrics, 1, 2)
+    upload.send_new()
+    upload.send_new(last=True)
+    steps = [row.get("step") for row in server.runs[0].rows]
+    assert steps.count(None) == 100 and {1, 2} < {*steps}
+    assert steps.index(2) < 50
 
 
 def test_alerts_that_were_kept_offline_reach_the_server_once(
