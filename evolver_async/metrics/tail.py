@@ -4,6 +4,7 @@ disk or a power cut leaves one, costs no other line."""
 import json
 import logging
 import os
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,7 +66,12 @@ def append_row(path: Path, row: Mapping[str, Any]) -> None:
 def row_of(line: bytes) -> dict[str, Any] | None:
     """Return the row of a line, None if it cannot be read."""
     try:
-        row = json.loads(line)
+        row = json.loads(line, object_pairs_hook=_row)
     except ValueError:
         return None
     return row if isinstance(row, dict) else None
+
+
+def _row(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a row whose names are those of all other rows, too: they need more than its values."""
+    return {sys.intern(name): value for name, value in pairs}

@@ -86,3 +86,11 @@ def test_a_full_disk_costs_alerts_and_gauges_and_no_process(
     gauges.append(tmp_path, "actor-0", "host", {"rss_bytes": 1.0})
     assert "not written: stall of actor-0: it waits" in caplog.text
     assert caplog.text.count("No space left on device") == 2
+
+
+def test_rows_share_their_names(tmp_path: Path) -> None:
+    """A row of metrics needs twice the memory with names of its own."""
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"loss/policy": 1.0}\n{"loss/policy": 2.0}\n')
+    (first,), (second,) = Tail(path).rows()
+    assert first is second
