@@ -9,12 +9,14 @@ import json
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from evolver_async.metrics.tail import Tail
 from evolver_async.report.tokens import TokenTable
 from evolver_async.results.run import RunResults
 from evolver_async.results.trajectories import RecordedTrajectory, TrajectoryGone
@@ -22,6 +24,7 @@ from evolver_async.schema import Role
 
 PART = 200  # trajectories of a part, which also ends after
 PART_BYTES = 2_000_000  # of the journal: a browser unpacks a part for one trajectory
+STEPS = 8  # whose samples are held at a time
 DIGITS = 4  # of rewards, ratios and advantages
 CODED = ("kind", "env", "task", "version", "fate")  # columns of text, as places in a table
 
@@ -80,7 +83,7 @@ def pages(
     kept = [one for one in run.trajectories if one.kept]
     groups = [list(members) for _, members in groupby(kept, key=lambda one: one.group)]
     found = TrajectoryPages(total=len(kept))
-    table, measured = TokenTable(run.tokenizer), measurements(run.path / "samples")
+    table, measured = TokenTable(run.tokenizer), Measurements(run.path / "samples")
     order = spread(len(groups)) if len(kept) > limit or limit_bytes < float("inf") else None
     for part in batches(groups if order is None else (groups[index] for index in order)):
         if found.count + len(part) > limit or found.size >= limit_bytes:
@@ -119,23 +122,32 @@ def spread(count: int) -> list[int]:
     return sorted(range(count), key=lambda number: int(f"{number:0{bits or 1}b}"[::-1], 2))
 
 
-def measurements(directory: Path) -> dict[str, dict[str, Any]]:
-    """Return the rows of samples/ by trajectory, each with its step."""
-    found = {}
-    for path in sorted(directory.glob("step_*.jsonl")):
-        step = int(path.stem.removeprefix("step_"))
-        for line in path.read_text(encoding="utf-8").splitlines():
-            try:
-                row = json.loads(line)
-            except ValueError:  # torn by a kill
-                continue
-            found[row["trajectory"]] = row | {"step": step}
-    return found
+class Measurements:
+    """Rows of samples/. Those of a step are read when one of its trajectories is asked for: all of
+    a long run are more than a memory holds.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._paths = {_step_of(path): path for path in directory.glob("step_*.jsonl")}
+        self._rows = lru_cache(STEPS)(self._read)
+
+    def of(self, one: RecordedTrajectory) -> dict[str, Any] | None:
+        """Return the row of the newest step that measured a trajectory, with the step."""
+        for use in reversed(one.trainings):
+            if row := self._rows(use.step).get(one.id):
+                return row | {"step": use.step}
+        return None
+
+    def _read(self, step: int) -> dict[str, dict[str, Any]]:
+        rows = Tail(self._paths[step]).rows() if step in self._paths else []
+        return {row["trajectory"]: row for row in rows}
 
 
-def _body(
-    one: RecordedTrajectory, table: TokenTable, measured: dict[str, dict[str, Any]]
-) -> dict[str, Any]:
+def _step_of(path: Path) -> int:
+    return int(path.stem.removeprefix("step_"))
+
+
+def _body(one: RecordedTrajectory, table: TokenTable, measured: Measurements) -> dict[str, Any]:
     whole = one.load()
     encoded = [table.encode(sequence) for sequence in whole.sequences]
     body = {
@@ -154,7 +166,7 @@ def _body(
             [use.step, use.lineage, use.lag, use.fate, use.abandoned] for use in one.trainings
         ],
     }
-    row = measured.get(one.id)
+    row = measured.of(one)
     if row is not None and len(row["ratios"]) == sum(len(part["p"]) for part in body["s"]):
         names = ("ratios", "advantages", "anchor_logprobs")
         body["measured"] = {name: _rounded(row[name]) for name in names}

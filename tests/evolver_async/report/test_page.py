@@ -14,6 +14,7 @@ from reported_runs import HOSTILE, SEGMENT_BYTES, MadeRun
 from evolver_async.cli import main
 from evolver_async.config import Config, ConfigError, StageConfig
 from evolver_async.config.load import dump
+from evolver_async.metrics.tail import Tail
 from evolver_async.protocol.messages import Kept
 from evolver_async.report import browser, write
 from evolver_async.report.browser import unpack
@@ -152,6 +153,28 @@ def test_ratios_and_advantages_are_those_of_the_samples(run: MadeRun, tmp_path: 
     assert "measured" not in unpack(found.parts[0])[1] and second.member == 1
     write.write(load_run(run.run_dir), tmp_path / "page.html")
     assert "Ratio and advantage are known for 1 of them" in Reading(tmp_path / "page.html").text
+
+
+def test_samples_are_read_for_the_trajectories_of_the_page_alone(
+    run: MadeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of all steps of a long run are more than a memory holds."""
+    run.step("left")
+    run.close()
+    first = load_run(run.run_dir).trajectories[0]
+    for step in (1, 2, 3):
+        run.measure(first.load(), step)
+    read: list[Path] = []
+
+    class CountedTail(Tail):
+        def rows(self, most_bytes: int = -1) -> list[dict[str, Any]]:
+            read.append(self.path)
+            return super().rows(most_bytes)
+
+    monkeypatch.setattr(browser, "Tail", CountedTail)
+    (found,) = (unpack(part) for part in browser.pages(load_run(run.run_dir)).parts)
+    assert found[0]["measured"]["step"] == 1
+    assert [path.name for path in read] == ["step_000001.jsonl"]
 
 
 def test_hostile_text_stays_text(tmp_path: Path) -> None:
