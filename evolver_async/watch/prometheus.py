@@ -11,6 +11,7 @@ evolver_up                              1 if the buffer answers STATUS
 """
 
 import asyncio
+import itertools
 import logging
 import math
 import re
@@ -28,7 +29,7 @@ from evolver_async.config import Config, ConfigError
 from evolver_async.config.sections.channel import host_and_port
 from evolver_async.launch.run_directory import address_of
 from evolver_async.launch.scaling import waited
-from evolver_async.metrics.lineages import RowKey, key_of
+from evolver_async.metrics.lineages import RowKey, key_of, supersedes
 from evolver_async.metrics.tail import Tail
 from evolver_async.process.addresses import keys_of
 from evolver_async.process.http_address import naming
@@ -70,8 +71,7 @@ class RunMetrics:
         self.config = config
         self.tail = Tail(run_dir / "metrics.jsonl")
         self.newest: dict[str, Any] = {}
-        self.evaluated: dict[str, Any] = {}
-        self.evaluation = RowKey(0, 0, "eval")  # the key of `evaluated`
+        self.evaluations: dict[RowKey, dict[str, Any]] = {}  # none superseded
         self.reading = threading.Lock()  # several servers can scrape at a time
 
     def describe(self) -> Iterator[GaugeMetricFamily]:
@@ -89,16 +89,20 @@ class RunMetrics:
                 yield family
 
     def _read(self) -> None:
-        """Keep the newest of the rows that were written since the last scrape."""
-        for row in self.tail.rows():
-            match key_of(row):
-                case RowKey(kind="take"):
-                    self.newest = row
-                case RowKey(kind="eval") as new if new >= self.evaluation:  # earlier ones end later
-                    self.evaluation, self.evaluated = new, row
+        """Keep the newest step and the evaluations of the rows written since the last scrape."""
+        for row in itertools.chain.from_iterable(self.tail.pieces()):
+            new = key_of(row)
+            if new.kind == "eval":
+                self.evaluations[new] = row
+            elif new.kind == "take":
+                if new.lineage != self.newest.get("lineage"):  # the run has gone back
+                    kept = self.evaluations.items()
+                    self.evaluations = {old: one for old, one in kept if not supersedes(new, old)}
+                self.newest = row
 
     def _families(self) -> Iterator[GaugeMetricFamily]:
-        evaluated = {name: one for name, one in self.evaluated.items() if name.startswith("eval/")}
+        newest = self.evaluations[max(self.evaluations)] if self.evaluations else {}
+        evaluated = {name: one for name, one in newest.items() if name.startswith("eval/")}
         for name, value in (evaluated | self.newest).items():
             if isinstance(value, int | float) and math.isfinite(value):
                 yield gauge(name, value)

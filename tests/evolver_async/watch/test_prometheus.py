@@ -121,6 +121,17 @@ def test_an_evaluation_that_ends_late_is_not_the_newest(tmp_path: Path, config: 
             assert scraped(config.metrics.prometheus)["evolver_eval_success"] == newest
 
 
+def test_an_evaluation_of_steps_that_the_run_has_left_is_not_the_newest(
+    tmp_path: Path, config: Config
+) -> None:
+    played = [ROWS[2] | {"step": step, "eval/success": step / 8} for step in (2, 4)]
+    took = [ROWS[0] | {"step": 3, "lineage": 2}, ROWS[0] | {"step": 4, "lineage": 2}]
+    lines = [f"{json.dumps(row)}\n" for row in (*played, *took)]
+    (tmp_path / "metrics.jsonl").write_text("".join(lines))
+    with prometheus.served(tmp_path, config):
+        assert scraped(config.metrics.prometheus)["evolver_eval_success"] == 0.25
+
+
 def test_scrapes_at_the_same_time_read_each_row_once(tmp_path: Path, config: Config) -> None:
     """As those of two servers for one run, of which each gives an alarm if the other is down."""
     path = tmp_path / "metrics.jsonl"
