@@ -6,6 +6,7 @@ the failures, and while no new step comes also the stalls and the waiting proces
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import shlex
 import sys
@@ -95,7 +96,7 @@ def _show(
     exact = exact_values(run_dir)
     view = View(run_dir.name, steps_of(config, run_dir), exact, Setup.by_stage(config))
     if embedded:
-        for row in current_rows(tail.rows()):
+        for row in itertools.chain.from_iterable(tail.pieces()):
             view.feed(row)
             view.feed_alarms(row)
     quiet_since = asked = time.monotonic()

@@ -66,9 +66,8 @@ class View:
     def feed(self, row: dict[str, Any]) -> str | None:
         """Add a row. Return the line to print for it, None if it needs none."""
         new = key_of(row)
-        self.evaluations = [one for one in self.evaluations if not supersedes(new, one[0])]
-        sets = self.eval_sets.items()
-        self.eval_sets = {name: one for name, one in sets if not supersedes(new, one[0])}
+        if new.kind != "take" or new.lineage != self.row.get("lineage"):
+            self._leave(new)  # of the steps of a lineage only the first one can go back
         if "eval/success" in row:
             for name, value in eval_sets_of(row):
                 if name not in self.eval_sets or new.step >= self.eval_sets[name][0].step:
@@ -94,6 +93,14 @@ class View:
             return None
         self.line_due_s = row["time_s"] + LINE_S
         return self.line()
+
+    def _leave(self, new: RowKey) -> None:
+        """Drop the evaluations that a row supersedes; sets show the newest of those before."""
+        kept = [one for one in self.evaluations if not supersedes(new, one[0])]
+        if len(kept) < len(self.evaluations):
+            self.evaluations = kept
+            sets = ((key, *one) for key, row in kept for one in eval_sets_of(row))
+            self.eval_sets = {name: (key, text) for key, name, text in sets}
 
     @property
     def evals(self) -> list[float]:

@@ -11,8 +11,10 @@ from rich.text import Text
 from evolver_async.buffer.monitor.failures import plain
 from evolver_async.config import Config, StageConfig
 from evolver_async.launch.run_directory import record_origin
+from evolver_async.metrics.lineages import RowKey, supersedes
 from evolver_async.metrics.tail import Tail
 from evolver_async.watch import runs
+from evolver_async.watch import view as view_module
 from evolver_async.watch.live import shown, steps_of, watch
 from evolver_async.watch.throughput import Setup
 from evolver_async.watch.view import RECENT, View
@@ -254,6 +256,32 @@ def test_further_sets_of_evaluations_are_shown_beside_the_deciding_one() -> None
     assert "eval swapped  avg@1 0.250 (1 distinct)" in text_of(view)
     view.feed(row(5, 1.0) | {"lineage": 2})  # a resume from before the evaluation
     assert "swapped" not in text_of(view) and view.evals == []
+
+
+def test_a_run_that_goes_back_shows_the_sets_of_the_evaluation_before() -> None:
+    view = View("run", 20)
+    for step, value in ((4, 0.25), (8, 0.75)):
+        sets = {"eval/swapped/avg@1": value, "eval/swapped/distinct": 1.0}
+        view.feed({"step": step, "lineage": 1, "eval/success": value, **PLAYED, **sets})
+    view.feed(row(5, 1.0) | {"lineage": 2})
+    assert view.evals == [0.25] and "eval swapped  avg@1 0.250 (1 distinct)" in text_of(view)
+
+
+def test_a_step_is_not_compared_with_all_evaluations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A panel of a long run reads some 100,000 steps and 1,000 evaluations when it begins."""
+    compared: list[RowKey] = []
+
+    def counted(new: RowKey, old: RowKey) -> bool:
+        compared.append(new)
+        return supersedes(new, old)
+
+    monkeypatch.setattr(view_module, "supersedes", counted)
+    view = View("run", 1000)
+    for step in range(1, 1000):
+        view.feed(row(step, float(step)))
+        if step % 10 == 0:
+            view.feed({"step": step, "lineage": 1, "eval/success": 0.5, **PLAYED})
+    assert len(view.evals) == 99 and "take" not in {one.kind for one in compared}
 
 
 def test_an_alarm_is_printed_when_it_begins_and_shown_while_it_fires() -> None:
