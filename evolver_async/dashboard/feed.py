@@ -7,7 +7,7 @@ the event loop alone.
 import asyncio
 import re
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -97,8 +97,9 @@ class RunFeed:
         self._seen: tuple[float, ...] = ()
         self._looked_back = False
         self._answered: float | None = None  # time of the newest answer
-        empty = MetricTable([])
-        self.snapshot = RunSnapshot(run_dir.name, ending_of(run_dir), empty, empty)
+        self._steps = self._evaluations = MetricTable([])
+        tables = self._steps, self._evaluations
+        self.snapshot = RunSnapshot(run_dir.name, ending_of(run_dir), *tables)
 
     async def read(self) -> None:
         """Read what the files have gained."""
@@ -167,15 +168,18 @@ class RunFeed:
         self._rows += rows
         for row in current_rows(rows):
             self._view.feed(row)
-        current = current_rows(self._rows)
-        kinds = {
-            kind: sorted((r for r in current if key_of(r).kind == kind), key=lambda r: r["step"])
-            for kind in ("take", "eval")
-        }
+        takes = _of_kind("take", rows)
+        if self._steps.rows and all(t["lineage"] == self._steps.rows[-1]["lineage"] for t in takes):
+            self._steps = self._steps.extended(takes)
+            known = current_rows([*self._evaluations.rows, *_of_kind("eval", rows)])
+        else:  # the run has gone back to an earlier step, or this is the first look at it
+            known = current_rows(self._rows)
+            self._steps = MetricTable(_of_kind("take", known))
+        self._evaluations = MetricTable(_of_kind("eval", known))
         return {
-            "steps": MetricTable(kinds["take"]),
-            "evaluations": MetricTable(kinds["eval"]),
-            "events": [*events(self._rows, current), *self._restarts],
+            "steps": self._steps,
+            "evaluations": self._evaluations,
+            "events": [*events(self._rows, self._steps), *self._restarts],
             "cells": self._view.cells(),
             "times": self._view.time_cells(),
         }
@@ -205,6 +209,11 @@ class RunFeed:
             self._seen = seen
             return ending_of(self.run_dir)
         return self.snapshot.end
+
+
+def _of_kind(kind: str, rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the rows of a kind by step."""
+    return sorted((row for row in rows if key_of(row).kind == kind), key=lambda row: row["step"])
 
 
 def _logged(path: Path) -> LoggedError:

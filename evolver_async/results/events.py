@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from evolver_async.metrics.alarms import alarm_spans
+from evolver_async.metrics.alarms import PREFIX, alarm_spans
 from evolver_async.metrics.lineages import key_of
+from evolver_async.results.table import MetricTable
 
 SHOWN = 200  # events of one kind, the newest ones
 LOGGED = re.compile(r"^(\S+ [\d:,]+) WARNING [\w.]+: (.*restart \d+ of \d+.*)$")
@@ -23,13 +24,12 @@ class RunEvent:
     text: str
 
 
-def events(all_rows: Sequence[dict[str, Any]], rows: Sequence[dict[str, Any]]) -> list[RunEvent]:
+def events(all_rows: Sequence[dict[str, Any]], steps: MetricTable) -> list[RunEvent]:
     """Return the newest events of each kind by step.
 
-    `rows` are those of `all_rows` in the newest lineage's curve.
+    `steps`: those of `all_rows` in the newest lineage's curve.
     """
-    takes = [row for row in rows if key_of(row).kind == "take"]
-    found = [*_restarts(all_rows), *_stages(takes), *_alarms(takes), *_rises(takes)]
+    found = [*_restarts(all_rows), *_stages(steps), *_alarms(steps), *_rises(steps)]
     found.sort(key=lambda event: event.step or 0)
     counts, newest = Counter[str](), []
     for event in reversed(found):
@@ -74,23 +74,25 @@ def _stages(takes: Iterable[dict[str, Any]]) -> list[RunEvent]:
     return found
 
 
-def _alarms(takes: Sequence[dict[str, Any]]) -> list[RunEvent]:
+def _alarms(steps: MetricTable) -> list[RunEvent]:
     found = []
+    names = ["step", *(name for name in steps.names if name.startswith(PREFIX))]
+    takes = [{name: row.get(name) for name in names} for row in steps]
     for name, begun, ended in alarm_spans(takes):
         until = "" if ended is None else f" until step {ended}"
         found.append(RunEvent("alarm", begun, f"alarm {name} fires{until}"))
     return found
 
 
-def _rises(takes: Sequence[dict[str, Any]]) -> list[RunEvent]:
+def _rises(steps: MetricTable) -> list[RunEvent]:
     """Return the steps at which a count of rollbacks, failures or stalls rose."""
     kinds = {"safety/rollbacks": "rollback", "supervision/stalled": "failure"}
+    kinds |= {name: "failure" for name in steps.names if name.startswith("failures/")}
     counts: dict[str, float] = {}
     found = []
-    for row in takes:
-        for name, value in row.items():
-            kind = kinds.get(name) or ("failure" if name.startswith("failures/") else "")
-            if not kind or value is None:
+    for row in steps:
+        for name, kind in kinds.items():
+            if (value := row.get(name)) is None:
                 continue
             rise = value if name.startswith("supervision") else value - counts.get(name, 0.0)
             counts[name] = value

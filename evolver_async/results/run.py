@@ -74,16 +74,16 @@ class RunResults:
     @cached_property
     def steps(self) -> MetricTable:
         """Table of the learner steps."""
-        return self._table("take")
+        return self._table("take", self.rows)
 
     @cached_property
     def evaluations(self) -> MetricTable:
         """Table of the evaluations, each at the step that it evaluates."""
-        return self._table("eval")
+        return self._table("eval", self.rows)
 
-    def _table(self, kind: str) -> MetricTable:
-        rows = [row for row in self.rows if key_of(row).kind == kind]
-        return MetricTable(sorted(rows, key=lambda row: row["step"]))
+    def _table(self, kind: str, rows: Iterable[dict[str, Any]]) -> MetricTable:
+        found = [row for row in rows if key_of(row).kind == kind]
+        return MetricTable(sorted(found, key=lambda row: row["step"]))
 
     @cached_property
     def events(self) -> list[RunEvent]:
@@ -92,7 +92,8 @@ class RunResults:
             log = (self.path / "logs" / "launcher.log").read_text(errors="replace")
         except OSError:
             log = ""
-        return [*events(self.all_rows, current_rows(self.all_rows)), *restarts_logged(log)]
+        steps = self._table("take", current_rows(self.all_rows))
+        return [*events(self.all_rows, steps), *restarts_logged(log)]
 
     @cached_property
     def checkpoints(self) -> list[SavedCheckpoint]:

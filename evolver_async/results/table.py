@@ -10,21 +10,32 @@ class MetricTable:
     """Rows of one kind, by step.
 
     `table["loss/policy"]` is a column; `table.rows` are the rows as dicts. Iteration yields the
-    rows, `len` counts them, and `in` asks for a column.
+    rows, `len` counts them, and `in` asks for a column. Rows are converted once.
     """
 
     def __init__(self, rows: Sequence[dict[str, Any]]) -> None:
         self.rows = list(rows)
         self.names = list(dict.fromkeys(name for row in self.rows for name in row))
+        self._columns: dict[str, np.ndarray] = {}  # that were asked for
+
+    def extended(self, rows: Sequence[dict[str, Any]]) -> "MetricTable":
+        """Return a table with further rows behind these; only the further ones are converted."""
+        made, further = MetricTable([]), MetricTable(rows)
+        made.rows = [*self.rows, *rows]
+        made.names = list(dict.fromkeys((*self.names, *further.names)))
+        made._columns = {
+            name: np.concatenate([column, _column(rows, name)])
+            for name, column in self._columns.items()
+        }
+        return made
 
     def __getitem__(self, name: str) -> np.ndarray:
         """Return a column: float64, or objects where it holds text. KeyError if no row has it."""
         if name not in self.names:
             raise KeyError(f"no row has {name!r}")
-        values = [row.get(name) for row in self.rows]
-        if any(isinstance(value, str | list) for value in values):
-            return np.array(values, dtype=object)
-        return np.array([np.nan if value is None else value for value in values], dtype=np.float64)
+        if name not in self._columns:
+            self._columns[name] = _column(self.rows, name)
+        return self._columns[name].copy()
 
     def __contains__(self, name: object) -> bool:
         return name in self.names
@@ -41,3 +52,10 @@ class MetricTable:
 
     def __repr__(self) -> str:
         return f"<{len(self.rows)} rows, {len(self.names)} columns>"
+
+
+def _column(rows: Sequence[dict[str, Any]], name: str) -> np.ndarray:
+    values = [row.get(name) for row in rows]
+    if any(isinstance(value, str | list) for value in values):
+        return np.array(values, dtype=object)
+    return np.array([np.nan if value is None else value for value in values], dtype=np.float64)

@@ -2,6 +2,7 @@
 
 from evolver_async.metrics.lineages import current_rows
 from evolver_async.results.events import SHOWN, events, restarts_logged
+from evolver_async.results.table import MetricTable
 
 
 def row(step: int, lineage: int = 1, **values: float) -> dict:
@@ -19,7 +20,7 @@ def test_every_kind_of_event_has_its_step() -> None:
         row(6, 2, stage=1.0, **{"failures/agent": 3.0, "safety/rollbacks": 1.0}),
     ]
     found = [
-        (one.kind, one.step, one.text) for one in events(rows, current_rows(rows))
+        (one.kind, one.step, one.text) for one in events(rows, MetricTable(current_rows(rows)))
     ]
     assert sorted(found) == sorted(
         [
@@ -36,11 +37,11 @@ def test_every_kind_of_event_has_its_step() -> None:
 
 def test_an_alarm_that_fires_to_the_end_has_no_end() -> None:
     rows = [row(1), row(2, **{"alarm/grad_norm": 1.0})]
-    assert "alarm grad_norm fires" in [one.text for one in events(rows, rows)]
+    assert "alarm grad_norm fires" in [one.text for one in events(rows, MetricTable(rows))]
 
 
 def test_no_rows_have_no_events() -> None:
-    assert events([], []) == []
+    assert events([], MetricTable([])) == []
 
 
 def test_the_restarts_in_a_log_are_found() -> None:
@@ -58,7 +59,7 @@ def test_the_newest_events_of_each_kind_are_kept() -> None:
     last = 2 * SHOWN
     rows = [row(1), row(2, **{"safety/rollbacks": 1.0})]
     rows += [row(step, **{"failures/judge": float(step)}) for step in range(3, last + 1)]
-    found = events(rows, rows)
+    found = events(rows, MetricTable(rows))
     assert [one.step for one in found if one.kind == "rollback"] == [2]
     failed = [one.step for one in found if one.kind == "failure"]
     assert failed == [*range(last - SHOWN + 1, last + 1)]

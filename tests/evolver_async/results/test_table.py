@@ -20,3 +20,14 @@ def test_columns_are_arrays_and_rows_are_dicts() -> None:
 
 def test_an_empty_table_has_no_columns() -> None:
     assert len(MetricTable([])) == 0 and MetricTable([]).columns() == {}
+
+
+def test_a_table_grows_as_if_it_were_made_anew() -> None:
+    rows = [{"step": 1, "loss": 0.5}, {"step": 2}, {"step": 3, "loss": 1.0, "name": "rl"}]
+    table = MetricTable(rows[:2])
+    table["loss"][0] = 9.0  # a copy
+    np.testing.assert_array_equal(table["loss"], [0.5, np.nan])
+    grown, whole = table.extended(rows[2:]), MetricTable(rows)
+    assert (grown.rows, grown.names, len(table)) == (whole.rows, whole.names, 2)
+    for name in whole.names:
+        np.testing.assert_array_equal(grown[name], whole[name])
