@@ -94,8 +94,9 @@ def _rises(steps: MetricTable) -> list[RunEvent]:
         for name, kind in kinds.items():
             if (value := row.get(name)) is None:
                 continue
-            rise = value if name.startswith("supervision") else value - counts.get(name, 0.0)
+            before = 0.0 if name.startswith("supervision") else counts.get(name, 0.0)
             counts[name] = value
+            rise = value - before if value >= before else value  # a resume counts from 0
             if rise > 0:
                 found.append(RunEvent(kind, int(row["step"]), f"{name}: +{rise:g}"))
     return found

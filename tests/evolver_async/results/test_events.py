@@ -70,3 +70,9 @@ def test_the_newest_restarts_in_a_log_are_kept() -> None:
     line = "2026-11-23 09:11:15,162 WARNING evolver_async.launch: actor-{} ended, restart 1 of 3"
     found = restarts_logged("\n".join(line.format(number) for number in range(SHOWN + 5)))
     assert len(found) == SHOWN and f"actor-{SHOWN + 4} ended" in found[-1].text
+
+
+def test_failures_of_a_resumed_run_are_counted_from_0() -> None:
+    rows = [row(1, **{"failures/agent": 5.0}), row(2, 2, **{"failures/agent": 2.0})]
+    texts = [one.text for one in events(rows, MetricTable(rows)) if one.kind == "failure"]
+    assert texts == ["failures/agent: +5", "failures/agent: +2"]
