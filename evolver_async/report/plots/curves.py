@@ -60,7 +60,7 @@ class CurveBoard:
 
     def draw(self, curve: Curve) -> Figure | None:
         """Return the figure of a curve, None if its metrics are not recorded or always 0."""
-        parts = [("steps", self.steps, name, label) for name, label in curve.metrics.items()]
+        parts = [("steps", self.all_steps, name, label) for name, label in curve.metrics.items()]
         parts += [
             ("evaluations", self.evaluations, name, label)
             for name, label in curve.evaluations.items()
@@ -70,8 +70,8 @@ class CurveBoard:
             return None
         log = curve.log and all(np.nanmin(table[name]) > 0 for _, table, name, _ in parts)
         made = self.empty(curve.title, log=log)
-        for color, (source, table, name, label) in zip(PALETTE * 4, parts, strict=False):
-            self._draw(made, source, table, name, label, color)
+        for color, (source, _, name, label) in zip(PALETTE * 4, parts, strict=False):
+            self._draw(made, source, name, label, color)
         place_legend(made, len(parts))
         return made
 
@@ -113,18 +113,34 @@ class CurveBoard:
         place_legend(made, len(labels) + 1)
         return made
 
-    def _draw(
-        self, made: Figure, source: str, table: MetricTable, name: str, label: str, color: str
-    ) -> None:
-        """Draw one metric: a line, and a point for each step, which answers the mouse."""
-        data, column = self.sources[source], f"c{table.names.index(name)}"
+    def _data(self, source: str, name: str) -> tuple[ColumnDataSource, str]:
+        """Return the data of a metric and its column there.
+
+        A metric with few values, which the steps that are drawn can miss, has all of them alone.
+        """
+        data, table = self.sources[source], self.evaluations
+        if source == "steps":
+            table = self.steps if name in self.steps else self.all_steps
+            values_N = self.all_steps[name]
+            known = np.flatnonzero(np.isfinite(values_N))
+            if self.every > 1 and (len(known) <= POINTS or not _recorded(self.steps, name)):
+                known = known[:: -(-len(known) // POINTS)]
+                steps_N = self.all_steps["step"].astype(np.int32)
+                values = {"step": steps_N[known], "value": values_N[known].astype(np.float32)}
+                return ColumnDataSource(values), "value"
+        column = f"c{table.names.index(name)}"
         if column not in data.data:
             data.data[column] = table[name].astype(np.float32)
+        return data, column
+
+    def _draw(self, made: Figure, source: str, name: str, label: str, color: str) -> None:
+        """Draw one metric: a line, and a point for each step, which answers the mouse."""
+        data, column = self._data(source, name)
         line = made.line(
             "step", column, source=data, color=color, line_width=1.8, legend_label=label
         )
         line.selection_glyph = line.nonselection_glyph = None
-        size = 7 if source == "evaluations" else 4 if len(table) <= 300 else 2
+        size = 7 if source == "evaluations" else 4 if len(data.data["step"]) <= 300 else 2
         points = made.scatter(
             "step", column, source=data, color=color, size=size, legend_label=label,
             marker="diamond" if source == "evaluations" else "circle",

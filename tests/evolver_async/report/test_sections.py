@@ -8,7 +8,7 @@ import pytest
 from reported_runs import SEGMENT_BYTES, MadeRun
 
 from evolver_async.protocol.messages import Kept
-from evolver_async.report.plots.curves import CurveBoard, Figure
+from evolver_async.report.plots.curves import POINTS, Curve, CurveBoard, Figure
 from evolver_async.report.sections import _data, sections
 from evolver_async.results.run import load_run
 from evolver_async.results.table import MetricTable
@@ -54,3 +54,17 @@ def test_lags_come_from_the_metrics_where_the_journal_has_lost_trajectories(
     (figure,) = [one for one in found if title(one) == wanted]
     counts = figure.renderers[0].data_source.data["value"]  # pyright: ignore
     assert np.sum(counts) == 12 * 4
+
+
+def test_a_curve_of_a_long_run_has_the_few_values_between_the_steps_that_are_drawn() -> None:
+    rows = [{"step": step, "loss/policy": 1.0} for step in range(1, 2 * POINTS + 1)]
+    rows[1]["loss/kl"] = 0.5  # of the second step, and the first and the third one are drawn
+    rows[5]["loss/entropy"] = 0.0
+    board = CurveBoard(MetricTable(rows), MetricTable([]), [])
+    assert board.every == 2
+    sparse, dense = (board.draw(Curve(name, {name: name})) for name in ("loss/kl", "loss/policy"))
+    assert board.draw(Curve("always 0", {"loss/entropy": ""})) is None
+    assert sparse is not None and dense is not None
+    drawn = sparse.renderers[0].data_source.data  # pyright: ignore
+    assert (drawn["step"].tolist(), drawn["value"].tolist()) == ([2], [0.5])
+    assert len(dense.renderers[0].data_source.data["step"]) == POINTS  # pyright: ignore
