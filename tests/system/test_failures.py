@@ -162,6 +162,24 @@ def test_totals_of_very_many_processes_are_forgotten(monkeypatch: pytest.MonkeyP
     assert len(failures._reported) == 10 and failures.totals() == [total(100)]
 
 
+def test_totals_of_a_thousand_actors_count_once_however_often_they_are_reported() -> None:
+    failures = Failures(0)
+    kinds: list[FailureKind] = ["agent", "environment", "late", "policy", "judge"]
+    for _ in range(3):
+        for number in range(1000):
+            failures.take_in(f"actor-{number}", [total(2, kind=kind) for kind in kinds], 0.0)
+    assert failures.counters() == {f"failures/{kind}": 2000.0 for kind in kinds}
+
+
+def test_a_total_that_is_still_reported_is_not_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MOST_REPORTED", 10)
+    failures = Failures(0)
+    for number in range(100):
+        failures.take_in("actor", [total(1, kind="judge")], 0.0)
+        failures.take_in(f"actor-{number}", [total(1)], 0.0)
+    assert failures.counters() == {"failures/judge": 1.0, "failures/agent": 100.0}
+
+
 # ---- the end of a run that cannot go on
 
 

@@ -9,7 +9,8 @@ import msgspec
 from evolver_async.protocol.failures import FailureTotal
 
 MOST_KEPT = 32  # kinds and names; the one that failed longest ago is dropped
-MOST_REPORTED = 4096  # totals of single processes
+# Totals of single processes. A living one's must not be forgotten: it would count once more.
+MOST_REPORTED = 1 << 16
 PATIENCE_S = 30.0  # an outage that is over within this time ends no run
 
 
@@ -46,21 +47,21 @@ class Failures:
         for total in totals:
             name = plain(total.name)
             source = (actor, total.kind, name)
-            more = total.count - self._reported.get(source, 0)
+            before = self._reported.pop(source, 0)
+            self._reported[source] = max(before, total.count)
+            if len(self._reported) > MOST_REPORTED:  # the one that was reported longest ago goes
+                del self._reported[next(iter(self._reported))]
+            more = total.count - before
             if more <= 0:
                 continue
-            self._reported.pop(source, None)
-            self._reported[source] = total.count
-            if len(self._reported) > MOST_REPORTED:
-                del self._reported[next(iter(self._reported))]
             self._counts[total.kind] = self._counts.get(total.kind, 0) + more
             last = f"{total.kind.replace('_', ' ')} {name}: {plain(total.error)}"
-            before = self.kept.pop((total.kind, name), None)
+            entry = self.kept.pop((total.kind, name), None)
             summed = FailureTotal(
                 kind=total.kind,
                 name=name,
                 error=plain(total.error),
-                count=min(1 << 53, more + (before.total.count if before else 0)),
+                count=min(1 << 53, more + (entry.total.count if entry else 0)),
             )
             self.kept[total.kind, name] = FailureEntry(summed, actor, now)
             if len(self.kept) > MOST_KEPT:
