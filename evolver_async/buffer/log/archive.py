@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from evolver_async.buffer.log.disk import no_room
+from evolver_async.buffer.log.segment import NAMES
 
 
 def archive_bytes(archive: str) -> float:
@@ -36,7 +37,7 @@ class Archive:
         """Delete the oldest segments beyond the limit."""
         if self.limit_bytes in (0, math.inf):
             return
-        paths = sorted(self._directory.glob("*.log"))
+        paths = sorted(self._directory.glob(NAMES))
         size = sum(path.stat().st_size for path in paths)
         for path in paths:
             if size <= self.limit_bytes:

@@ -53,7 +53,7 @@ class Journal:
         except OSError as error:
             self._lock.close()
             raise JournalError(f"{directory}: in use by another process") from error
-        self.sizes = {int(path.stem): path.stat().st_size for path in directory.glob("*.log")}
+        self.sizes = {int(path.stem): path.stat().st_size for path in directory.glob(segment.NAMES)}
         self.newest = max(self.sizes, default=0)
         self.problem = ""  # the reason for which the last commit was refused
         self._sealed: dict[int, int] = {}

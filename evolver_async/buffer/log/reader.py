@@ -30,8 +30,8 @@ class JournalReader:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self._maps: dict[int, mmap.mmap] = {}
-        found = {int(path.stem) for path in directory.glob("*.log")}
-        found |= {int(path.stem) for path in (directory / ARCHIVE).glob("*.log")}
+        found = {int(path.stem) for path in directory.glob(segment.NAMES)}
+        found |= {int(path.stem) for path in (directory / ARCHIVE).glob(segment.NAMES)}
         first = newest = max(found, default=-1)
         while first - 1 in found:
             first -= 1

@@ -11,8 +11,8 @@ Torn or damaged. A commit is written from front to end, behind all others; a cra
 short or, where the file system had made room beforehand, with zeros at its end. No commit ends in a
 zero, so one that ends as it should was written to its end: a wrong checksum in it is
 damage, in the very last commit too. Two cases cannot be told apart from the bytes. Damage that cuts
-off or zeroes the end of the last commit looks torn. A power cut within the last commit, of which
-which was never acknowledged, looks like damage if its end reached the disk before its middle.
+off or zeroes the end of the last commit looks torn. A power cut within the last commit, which was
+never acknowledged, looks like damage if its end reached the disk before its middle.
 """
 
 import struct
@@ -23,6 +23,7 @@ COMMIT = struct.Struct("<II")
 RECORD = struct.Struct("<III")
 END = struct.Struct("<IB")
 LAST = 0xA5
+NAMES = "[0-9]" * 8 + ".log"  # of the files; others in the directory are a person's
 LARGE = 64 << 10  # bytes; copying a smaller body costs less than a call to write it
 
 Body = bytes | memoryview

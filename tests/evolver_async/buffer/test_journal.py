@@ -15,6 +15,7 @@ from evolver_async.buffer.log.archive import archive_bytes
 from evolver_async.buffer.log.disk import DiskFull, SyncError
 from evolver_async.buffer.log.journal import Journal
 from evolver_async.buffer.log.quarantine import JournalError
+from evolver_async.buffer.log.reader import JournalReader
 from evolver_async.buffer.log.segment import COMMIT, END, RECORD
 
 SNAPSHOT = b"snapshot"
@@ -229,6 +230,20 @@ def test_old_segments_go_or_are_archived(tmp_path, archive, kept):
     assert archived == ["00000001.log", "00000002.log", "00000003.log"][3 - kept :]
     journal.close()
     assert heads(tmp_path) == [b"snapshot 2"]
+
+
+def test_a_copy_that_a_person_put_beside_the_segments_is_left_alone(tmp_path):
+    names = written(tmp_path, 3)
+    (tmp_path / "archive").mkdir()
+    copies = [tmp_path / "00000001.damaged.log", tmp_path / "archive" / "notes.log"]
+    for copy in copies:
+        copy.write_bytes(b"x" * 100)
+    journal = Journal(tmp_path, 1 << 20, archive_bytes=1)
+    assert [bytes(head) for head, _ in journal.replay()] == [SNAPSHOT, *names]
+    journal.roll(SNAPSHOT)
+    journal.drop(journal.newest)
+    journal.close()
+    assert all(copy.exists() for copy in copies) and list(JournalReader(tmp_path).numbers) == [2]
 
 
 def test_what_the_configuration_says_of_the_archive():
