@@ -80,8 +80,9 @@ class TaskStream:
 
     def restore(self, cursor: Cursor) -> None:
         self.cursor = cursor
-        self.known = {task.task_id for task in cursor.pool}
+        self.known = {task.task_id: task.env for task in cursor.pool}  # environments of the pool
         self._next: dict[Way, tuple[Walk, Task] | None] = {}  # found already
+        self._pool_size: int | None = None  # counted already
 
     def peek(self, synthetic: float = 0.0) -> Queued | None:
         """Return the next task, None if there is none.
@@ -168,6 +169,7 @@ class TaskStream:
         self.cursor.missed.pop(task_id, None)
         self.cursor.queue = [q for q in self.cursor.queue if q.task.task_id != task_id]
         self._next.clear()
+        self._pool_size = None
 
     def lift_quarantines(self) -> None:
         """Let the tasks try again from the beginning: what was wrong may have been mended."""
@@ -175,17 +177,23 @@ class TaskStream:
             self.cursor.failures.pop(task_id, None)
         self.cursor.quarantined = {}
         self._next.clear()
+        self._pool_size = None
 
     def offer(self, tasks: list[Task], duplicates: int) -> None:
         """Add new tasks to the pool; `duplicates`: offers of known tasks."""
         self.cursor.pool += tasks
         self.cursor.duplicates += duplicates
-        self.known |= {task.task_id for task in tasks}
+        self.known |= {task.task_id: task.env for task in tasks}
         self._next.clear()
+        self._pool_size = None
 
     def pool_size(self) -> int:
-        """The number of tasks of the pool that may be issued."""
-        return len(self.known) - sum(task_id in self.known for task_id in self.cursor.quarantined)
+        """The number of tasks of the pool that may be issued in this stage."""
+        if self._pool_size is None:
+            barred, envs = self.cursor.quarantined, self.source.envs
+            mine = (task_id for task_id, env in self.known.items() if env in envs)
+            self._pool_size = sum(task_id not in barred for task_id in mine)
+        return self._pool_size
 
     def switch(self, source: TaskSource) -> None:
         """Begin a stage with this source: the queue is emptied, the pool stays.
@@ -202,6 +210,7 @@ class TaskStream:
         self.source = source
         self.cursor.queue = []
         self._next.clear()
+        self._pool_size = None
 
     def _forget_numbered(self) -> None:
         """Forget what is known of tasks that are not in the pool."""

@@ -121,7 +121,7 @@ class QuestioningConfig:
     profile: str = ""  # llm: a JSON file that describes the environment; "" its own instructions
     every: Count = 8  # rollout groups per group of exploration
     groups: Count = 4  # exploration groups at a time
-    max_tasks: Count = 10_000  # in the pool; then exploration ends
+    max_tasks: Count = 10_000  # of a stage in the pool; then exploration ends
     per_episode: Count = 4  # most tasks from one exploration episode
     temperature: Positive = 1.0  # of exploration
     max_turns: Turns = 30  # of exploration

@@ -121,6 +121,22 @@ def test_nobody_explores_unless_asked_nor_in_a_supervised_stage(tmp_path):
     assert set(kinds(world.lease(credit=20))) == {"demo"}
 
 
+def test_a_stage_with_another_environment_explores_it_whatever_the_pool_holds(tmp_path):
+    section = QuestioningConfig(kind="goals", every=8, groups=1, max_tasks=2)
+    settings = config(synthetic=1.0, questioning=section, stages=["rl", "rl"])
+    settings.stages[1].override = {"env": {"name": "pond"}}
+    world = World(tmp_path, settings)
+    world.resume()
+    offer(world, 0, 1)
+    assert "explore" not in kinds(world.lease(credit=20)), "the pool is full"
+    assert world.sample(0, stage=1) == []  # the switch
+    (ticket,) = world.lease(credit=1)
+    assert (ticket.kind, ticket.task.env) == ("explore", "pond")
+    world.one("actor-0", messages.Offer(tasks=[synthetic(2, env="pond")]))
+    (ticket,) = world.lease(credit=1)
+    assert (ticket.kind, ticket.task.env, ticket.task.origin) == ("rollout", "pond", "synthetic")
+
+
 def test_a_restart_remembers_pool_way_and_exploration(tmp_path):
     """Also from a snapshot: the segments are so small that the first ones go."""
 
