@@ -159,8 +159,11 @@ class Client(ABC):
             asyncio.get_running_loop().call_soon(self._send_bundles)
 
     def _send_bundles(self) -> None:
-        for frames in self._bundles.empty(self._envelope(0, StatusRequest()), self._ids):
-            self._send(frames)
+        try:
+            for frames in self._bundles.empty(self._envelope(0, StatusRequest()), self._ids):
+                self._send(frames)
+        except Exception as error:  # nothing awaits this call; the requests wait for replies
+            self.fail(error)
 
     def _envelope(self, message_id: int, message: Request) -> Envelope:
         return Envelope(

@@ -18,7 +18,8 @@ class DealerClient(Client):
 
     Replies are read in the loop's own file-descriptor callback and once more at every send and
     every timeout, so none depends on a task that runs in the background. With `keys` the connection
-    is encrypted; where the server does not let this client in, every request raises Refused.
+    is encrypted; where the server does not let this client in, every request raises
+    AccessDenied.
     """
 
     def __init__(

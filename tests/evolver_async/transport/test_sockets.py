@@ -966,7 +966,8 @@ def test_an_exception_of_the_service_ends_local_requests() -> None:
         for request in requests:
             with pytest.raises(RuntimeError, match="disk full"):
                 await request
-        with pytest.raises(RuntimeError, match="disk full"):
-            await one.request(StatusRequest(), 5)
+        for later in (StatusRequest(), Push(trajectory=trajectory(1))):
+            with pytest.raises(RuntimeError, match="disk full"):
+                await one.request(later, 5)
 
     asyncio.run(ask())
