@@ -36,6 +36,7 @@ def _digest() -> str:
     for package in OURS:
         spec = importlib.util.find_spec(package)
         for root in sorted(spec.submodule_search_locations or ()) if spec else ():
-            for path in sorted(Path(root).rglob("*.py")):
+            # an editor's lock can be a link to nothing
+            for path in sorted(filter(Path.is_file, Path(root).rglob("*.py"))):
                 digest.update(path.relative_to(root).as_posix().encode() + path.read_bytes())
     return digest.hexdigest()[:12]
