@@ -21,6 +21,7 @@ LARGEST, LARGEST_COUNT = sys.float_info.max, 2**63 - 1  # what a reply can carry
 class Peer(msgspec.Struct):
     """One process. `bins` holds (second, trajectories, tokens) of the last minute.
 
+    `joining`: it has said HELLO and asked for no ticket yet.
     `generated`: tokens that processes of this name sampled while this buffer listened; `reported`:
     the last report of the present one, None before the first. `left`: it has announced its end.
     `doing`: the activity that held up its slowest ticket, and the time of that report.
@@ -36,6 +37,7 @@ class Peer(msgspec.Struct):
     generated: int = 0
     reported: int | None = None
     left: bool = False
+    joining: bool = False
     doing: tuple[str, float] | None = None
     weights: WeightId | None = None
     held: WeightId | None = None
@@ -62,6 +64,7 @@ class Peer(msgspec.Struct):
     def greet(self) -> None:
         """Note a new process: its tokens count from 0, it holds and waits for nothing yet."""
         self.held = self.visible = None
+        self.joining = True
         self.waits, self.doing, self.behind_since = {}, None, None
         if self.reported is None:
             self.reported = 0
@@ -182,7 +185,7 @@ class Activity:
         """Register the actor of this name as active."""
         self.actors.add(name)
         peer = self.peers[name]
-        peer.left = False
+        peer.left = peer.joining = False
         return peer
 
     def depart(self, name: str) -> None:

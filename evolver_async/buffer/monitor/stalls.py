@@ -58,6 +58,8 @@ def _actors(leases: Leases, activity: Activity, now: float, warn_s: float) -> It
             silent.add(name)
             held = groups.get(name, [])
             what = f"not heard; holds {', '.join(held) or 'no group any more'}"
+            if peer.joining:
+                what = "has joined and asked for no ticket yet: it loads its model, or hangs"
             if peer.doing is not None:
                 what += f"; {now - peer.doing[1]:.0f} s ago {peer.doing[0]}"
             yield Stall(name, "life", what, now - peer.seen)

@@ -105,7 +105,10 @@ def test_who_has_left_is_not_missed_and_who_comes_back_is(world: World) -> None:
     assert world.service.status(world.now)["actors"]["actor-0"]["leases"] == 0
     world.one("actor-0", messages.Hello(role="actor", schema_hash=SCHEMA_HASH))
     keep_up(world, 8, "learner")
-    assert "actor-0" in stalled(world)
+    assert stalled(world)["actor-0"][0].startswith("has joined and asked for no ticket yet")
+    world.lease(credit=1)
+    keep_up(world, 8, "learner")
+    assert stalled(world)["actor-0"][0].startswith("not heard; holds group")
 
 
 def test_a_learner_that_waits_for_data_is_named_with_whom_it_waits_for(world: World) -> None:
