@@ -15,10 +15,12 @@ from evolver_async.buffer.state.groups import HeldGroup
 from evolver_async.buffer.state.leases import Leases
 from evolver_async.buffer.state.ledger import CLOSED, REFUSED, Amount
 from evolver_async.buffer.state.machine import BufferState
+from evolver_async.protocol.envelope import LIMITS
 from evolver_async.schema import WeightId
 
 SHOWN = 32  # groups, evaluations and environments
-PEERS_SHOWN = 256  # also stalls and quarantined tasks; the newest heard
+PEERS_SHOWN = 256, 64, 16  # also stalls and quarantined tasks; the newest heard
+STATUS_BYTES = LIMITS.header_bytes - 4096  # the rest of a header is small
 TEXT_CHARS = 500
 
 
@@ -128,18 +130,26 @@ class StatusReport:
         return f"group {held.group_id}: {', '.join(parts)}"[:TEXT_CHARS]
 
     def full(self, now: float) -> dict[str, object]:
-        """The STATUS reply: plain nested values, bounded whatever arrives."""
+        """The STATUS reply: plain nested values, of fewer processes where all do not fit."""
+        status = {}
+        for shown in PEERS_SHOWN:
+            status = self._showing(shown, now)
+            if len(msgspec.msgpack.encode(status)) <= STATUS_BYTES:
+                break
+        return status
+
+    def _showing(self, shown: int, now: float) -> dict[str, object]:
         replay, at = self.state.replay, self.state.replay.at
         opened = sorted(replay.by_state["open"].values(), key=lambda held: held.group_id)
         heard = reversed(self.activity.peers.items())  # the last heard first
-        actors = [name for name, _ in heard if name in self.activity.actors][:PEERS_SHOWN]
+        actors = [name for name, _ in heard if name in self.activity.actors][:shown]
         waiting = [name for name, peer in reversed(self.activity.peers.items()) if peer.waits]
         leases = Counter(lease.peer for lease in self.leases)
         quarantined = self.state.tasks.cursor.quarantined
         return {
             "stalled": [
                 {"who": stall.who, "what": stall.what[:TEXT_CHARS], "for_s": stall.for_s}
-                for stall in self.stalls.find(now)[:PEERS_SHOWN]
+                for stall in self.stalls.find(now)[:shown]
             ],
             "failures": self.failures.report(now),
             "stage": at.stage,
@@ -160,7 +170,7 @@ class StatusReport:
                     request: {"reason": reason, "for_s": now - since}
                     for request, (reason, since) in peer.waits.items()
                 }
-                for name in sorted(waiting[:PEERS_SHOWN])
+                for name in sorted(waiting[:shown])
                 for peer in [self.activity.peers[name]]
             },
             "open": [self.group(held, now) for held in opened[:SHOWN]],
@@ -169,7 +179,7 @@ class StatusReport:
                 for e in self.state.evaluations.running[:SHOWN]
             ],
             "quarantined": {
-                name[:TEXT_CHARS]: quarantined[name] for name in list(quarantined)[-PEERS_SHOWN:]
+                name[:TEXT_CHARS]: quarantined[name] for name in list(quarantined)[-shown:]
             },
             "questioning": self._questioning(),
             "journal": {

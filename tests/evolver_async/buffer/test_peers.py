@@ -11,6 +11,7 @@ from evolver_async.metrics.alerts import ALERTS
 from evolver_async.metrics.gauges import PERIOD_S, SYSTEM
 from evolver_async.metrics.tail import Tail
 from evolver_async.protocol.envelope import SCHEMA_HASH, Envelope, pack, unpack
+from evolver_async.protocol.failures import FailureTotal
 from evolver_async.protocol.messages import (
     Ack,
     Counters,
@@ -21,6 +22,7 @@ from evolver_async.protocol.messages import (
     Ok,
     Push,
     Reject,
+    Renew,
     Request,
     StatusReply,
     StatusRequest,
@@ -103,6 +105,24 @@ def test_twenty_thousand_names_leave_every_reply_and_all_memory_bounded(tmp_path
     assert set(activity.peers) == {"learner"} and not activity.actors
     assert activity.counters()["judge/labelled"] == CROWD
     assert activity.generated() == CROWD
+
+
+def test_status_is_answered_in_whatever_language_processes_report(tmp_path):
+    actors, text = 300, "错误" * 200  # three bytes a character
+    world = World(tmp_path, config(max_staleness=actors, warn_s=1.0))
+    world.resume()
+    for number in range(actors):
+        name = f"actor-{number}"
+        failed = FailureTotal(kind="environment", name=f"{number}{text}"[:200], error=text, count=1)
+        world.service.handle(name, Lease(credit=2, weights=HEAD, visible=HEAD), world.now)
+        world.service.handle(name, Counters(values={}, failures=[failed]), world.now)
+        renewal = Renew(progress={number: 1}, doing={number: text * 2}, still_s={number: 9.0})
+        world.service.handle(name, renewal, world.now)
+    reply = answer(served(world), StatusRequest(), "you", 1, world.now)
+    assert isinstance(reply, StatusReply)
+    shown = reply.status["actors"]
+    assert shown and len(shown) + reply.status["actors_not_shown"] == actors
+    assert reply.status["stalled"]
 
 
 def test_counters_that_add_up_to_more_than_a_number_can_hold_are_clamped(tmp_path):
