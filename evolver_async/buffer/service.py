@@ -38,7 +38,7 @@ from evolver_async.checkpoint import history
 from evolver_async.config import Config
 from evolver_async.config.load import load, stage_config, to_dict
 from evolver_async.metrics.alerts import alert
-from evolver_async.metrics.gauges import PERIOD_S, append
+from evolver_async.metrics.gauges import ACTORS_PER_S, PERIOD_S, append
 from evolver_async.model.tokenizer import tokenizer_hash
 from evolver_async.process.addresses import experience_address, weights_address
 from evolver_async.process.garbage import collect_rarely
@@ -239,12 +239,12 @@ class BufferService:
                 alert(self.run_dir, f"stall of {stall.who}", stall.text)
 
     def _record_gauges(self, name: str, gauges: dict[str, float], now: float) -> None:
-        """Append the gauges of a process, at most twice in the period in which they are due."""
+        """Append the gauges of a process, less often the more actors there are."""
         peer = self.activity.peers[name]
         if 0 <= (share := gauges.get("host_cpu_share", -1.0)) <= 1:
             peer.host_cpu_share = share
         if gauges and self.run_dir is not None and now >= peer.gauges_due:
-            peer.gauges_due = now + PERIOD_S / 2
+            peer.gauges_due = now + max(PERIOD_S / 2, len(self.activity.actors) / ACTORS_PER_S)
             append(self.run_dir, name, peer.host, gauges)
 
     def _outdated(self, request: messages.Lease | messages.Renew) -> bool:

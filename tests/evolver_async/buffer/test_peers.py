@@ -8,7 +8,7 @@ from buffer_world import HEAD, World, config, trajectory
 
 from evolver_async.buffer.monitor.peers import GONE_S, METRICS, NAME_CHARS, PEERS, WINDOW_S
 from evolver_async.metrics.alerts import ALERTS
-from evolver_async.metrics.gauges import PERIOD_S, SYSTEM
+from evolver_async.metrics.gauges import ACTORS_PER_S, PERIOD_S, SYSTEM
 from evolver_async.metrics.tail import Tail
 from evolver_async.protocol.envelope import SCHEMA_HASH, Envelope, pack, unpack
 from evolver_async.protocol.failures import FailureTotal
@@ -185,6 +185,22 @@ def test_gauges_of_actors_are_recorded_by_host_and_not_too_often(tmp_path: Path)
     assert [row["rss_bytes"] for row in rows] == [5.0, 6.0]
     assert {(row["process"], row["host"], len(row)) for row in rows} == {("actor-0", "far", 4)}
     assert world.service.activity.counters() == {"judge/labelled": 1.0}
+
+
+def test_gauges_of_many_actors_are_recorded_at_a_bounded_rate(tmp_path: Path) -> None:
+    world = World(tmp_path / "journal", config())
+    world.service.run_dir = tmp_path
+    names = [f"actor-{number}" for number in range(40 * ACTORS_PER_S)]
+    hello = Hello(role="actor", schema_hash=SCHEMA_HASH, host="far", pid=1)
+    for name in names:
+        world.service.handle(name, hello, world.now)
+    for _ in range(9):
+        for name in names:
+            world.service.handle(name, Counters(values={}, gauges={"rss_bytes": 1.0}), world.now)
+        world.now += PERIOD_S
+    rows = Tail(tmp_path / SYSTEM).rows()
+    assert {row["process"] for row in rows} == set(names)
+    assert len(rows) / world.now <= ACTORS_PER_S
 
 
 def test_the_least_busy_host_of_the_actors_is_a_metric(tmp_path: Path) -> None:
