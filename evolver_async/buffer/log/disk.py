@@ -19,8 +19,9 @@ class SyncError(RuntimeError):
 
 
 def no_room(directory: Path, error: OSError) -> DiskFull:
-    """Return the error for a lack of room; raise `error` itself if it has another cause."""
+    """Return the error for a lack of room; raise `error`, with a path, if it has another cause."""
     if error.errno not in NO_ROOM:
+        error.filename = error.filename or str(directory)
         raise error
     return DiskFull(f"{directory}: {os.strerror(error.errno or 0).lower()}")
 

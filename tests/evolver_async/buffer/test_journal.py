@@ -293,6 +293,21 @@ def test_what_the_disk_refuses_is_not_promised_and_is_written_later_once(tmp_pat
     assert heads(tmp_path) == [SNAPSHOT, b"kept", b"refused"]
 
 
+def test_a_disk_that_fails_is_named(tmp_path, monkeypatch):
+    journal = fresh(tmp_path)
+    journal.append(b"lost")
+
+    def fail(descriptor: int, data: bytes) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as failing:
+        failing.setattr(os, "write", fail)
+        with pytest.raises(OSError, match=f"nput/output error.*{tmp_path.name}"):
+            journal.commit()
+    journal.close()
+    assert heads(tmp_path) == [SNAPSHOT]
+
+
 def test_without_room_for_a_new_segment_the_old_one_goes_on(tmp_path):
     journal = fresh(tmp_path)
     with largest_file(1000), pytest.raises(DiskFull):
