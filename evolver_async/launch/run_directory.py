@@ -64,6 +64,8 @@ def locked(run_dir: Path) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise Locked(f"{run_dir}: is already running; end that launch first") from None
+        except OSError as error:  # a file system without locks
+            raise OSError(error.errno, error.strerror, file.name) from None
         yield
 
 

@@ -1,8 +1,12 @@
-"""Disk as the journal sees it: free space, syncs, and errors that mean no room."""
+"""Disk as the journal sees it: its lock, free space, syncs, and errors that mean no room."""
 
 import errno
+import fcntl
 import os
 from pathlib import Path
+from typing import TextIO
+
+from evolver_async.buffer.log.quarantine import JournalError
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -16,6 +20,19 @@ class SyncError(RuntimeError):
 
     This process must end; the next one reads the disk.
     """
+
+
+def lock(directory: Path) -> TextIO:
+    """Lock a journal for this process until the file is closed. Raises JournalError."""
+    file = open(directory / "lock", "w")  # noqa: SIM115
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        file.close()
+        used = isinstance(error, BlockingIOError | PermissionError)
+        cause = "in use by another process" if used else f"cannot be locked: {error.strerror}"
+        raise JournalError(f"{directory}: {cause}") from error
+    return file
 
 
 def no_room(directory: Path, error: OSError) -> DiskFull:

@@ -16,7 +16,6 @@ sync that fails is neither, as the contents of the disk are unknown then: see Sy
 """
 
 import contextlib
-import fcntl
 import logging
 import os
 import struct
@@ -47,12 +46,7 @@ class Journal:
         if not directory.exists():
             directory.mkdir(parents=True)
             sync_directory(directory.parent)
-        self._lock = open(directory / "lock", "w")  # noqa: SIM115 (held until close)
-        try:
-            fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            self._lock.close()
-            raise JournalError(f"{directory}: in use by another process") from error
+        self._lock = disk.lock(directory)  # held until close
         self.sizes = {int(path.stem): path.stat().st_size for path in directory.glob(segment.NAMES)}
         self.newest = max(self.sizes, default=0)
         self.problem = ""  # the reason for which the last commit was refused

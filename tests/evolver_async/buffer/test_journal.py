@@ -1,6 +1,7 @@
 """The journal: what was committed is there; torn tails go, damage is refused and put aside."""
 
 import errno
+import fcntl
 import math
 import multiprocessing
 import os
@@ -17,6 +18,7 @@ from evolver_async.buffer.log.journal import Journal
 from evolver_async.buffer.log.quarantine import JournalError
 from evolver_async.buffer.log.reader import JournalReader
 from evolver_async.buffer.log.segment import COMMIT, END, RECORD
+from evolver_async.launch.run_directory import locked
 
 SNAPSHOT = b"snapshot"
 
@@ -271,6 +273,19 @@ def test_a_journal_in_use_is_refused(tmp_path):
         done.set()
         process.join(30)
     Journal(tmp_path, 1 << 20).close()
+
+
+def test_a_file_system_without_locks_is_named(tmp_path, monkeypatch):
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(fcntl, "lockf", refuse)
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with pytest.raises(JournalError, match=f"{tmp_path.name}: cannot be locked: Function not"):
+        Journal(tmp_path, 1 << 20)
+    named = pytest.raises(OSError, match=f"Function not implemented: .*{tmp_path.name}/lock")
+    with named, locked(tmp_path):
+        pass
 
 
 def test_what_the_disk_refuses_is_not_promised_and_is_written_later_once(tmp_path):
