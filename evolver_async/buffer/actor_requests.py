@@ -67,6 +67,7 @@ class ActorRequests:
         """
         if request.credit < 0 or request.generated < 0:
             return Reject(reason=f"credit, generated: {request.credit}, {request.generated}")
+        self.activity.peers[peer].report(request.generated)
         if request.credit == 0:
             self.store.leases.abandon(peer)
             self.activity.depart(peer)

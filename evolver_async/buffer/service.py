@@ -156,7 +156,6 @@ class BufferService:
             case messages.Push():
                 return [self.arrivals.push(peer, request.trajectory, now)]
             case messages.Lease():
-                self.activity.peers[peer].report(request.generated)
                 return [self.actor_requests.lease(peer, request, now)]
             case messages.Renew():
                 return [self.actor_requests.renew(peer, request, now)]

@@ -147,6 +147,15 @@ def test_counters_that_add_up_to_more_than_a_number_can_hold_are_clamped(tmp_pat
     assert isinstance(answer(router, StatusRequest(), "you", 1, world.now), StatusReply)
 
 
+def test_a_negative_number_of_tokens_is_refused_and_not_counted(tmp_path):
+    world = World(tmp_path, config())
+    for name in ("actor-0", "actor-1"):
+        world.one(name, Hello(role="actor", schema_hash=SCHEMA_HASH))
+        assert isinstance(world.one(name, Lease(credit=1, generated=-(2**63))), Reject)
+    reply = answer(served(world), StatusRequest(), "you", 1, world.now)
+    assert isinstance(reply, StatusReply) and reply.status["ledger"]["generated_tokens"] == 0
+
+
 def test_what_an_actor_counted_stays_counted_when_it_is_restarted_or_has_left(tmp_path):
     world = World(tmp_path, config())
     counters = world.service.activity.counters
