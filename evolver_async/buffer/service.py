@@ -258,6 +258,7 @@ class BufferService:
         if request.tokenizer is not None:
             ours = self.tokenizer_hash = self.tokenizer_hash or request.tokenizer
             if request.tokenizer != ours:
+                self.activity.depart(peer)
                 reason = f"tokenizer: {peer} has {request.tokenizer}, the run {ours}"
                 return messages.Reject(reason=reason)
         self.failures.begin(peer)

@@ -111,6 +111,16 @@ def test_who_has_left_is_not_missed_and_who_comes_back_is(world: World) -> None:
     assert stalled(world)["actor-0"][0].startswith("not heard; holds group")
 
 
+def test_an_actor_that_was_refused_is_not_missed(world: World) -> None:
+    world.service.tokenizer_hash = "the run's"
+    hello = messages.Hello(role="actor", schema_hash=SCHEMA_HASH)
+    assert isinstance(world.one("actor-1", hello), messages.Welcome)
+    hello.tokenizer = "another"
+    assert isinstance(world.one("actor-1", hello), messages.Reject)
+    keep_up(world, 8, "learner")
+    assert stalled(world) == {}
+
+
 def test_a_learner_that_waits_for_data_is_named_with_whom_it_waits_for(world: World) -> None:
     (ticket,) = world.lease()
     for second in range(8):
