@@ -16,6 +16,7 @@ MEMBERSHIP = Path("/proc/self/cgroup")
 CGROUPS = Path("/sys/fs/cgroup")
 LIMITS = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))
 CACHED = ("active_file", "inactive_file")
+DEVICES = Path("/dev")
 
 
 def available_bytes() -> int:
@@ -102,5 +103,8 @@ def shared_free(config: Config) -> float | None:
 
 
 def uses_gpu(device: str) -> bool:
-    """True if a device needs a GPU; auto is checked as if there were none, unless one is found."""
-    return "cuda" in device or (device == "auto" and Path("/dev/nvidia0").exists())
+    """True if a device needs a GPU; auto is checked as if there were none, unless one is found.
+
+    A container sees the GPUs that it was given by their numbers on the host.
+    """
+    return "cuda" in device or (device == "auto" and any(DEVICES.glob("nvidia[0-9]*")))

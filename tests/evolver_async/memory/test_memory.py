@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from evolver_async.config import Config
 from evolver_async.config.load import load
 from evolver_async.doctor.probes.recipe import model
-from evolver_async.memory import passes
+from evolver_async.memory import host, passes
 from evolver_async.memory.host import (
     _left,
     _memory_groups,
@@ -242,3 +242,14 @@ def test_the_groups_of_cgroup_1_are_those_of_its_memory_controller(tmp_path: Pat
     )
     assert _left(memory) == 157
     assert _memory_groups(tmp_path / "none", root) == set()
+
+
+def test_a_gpu_counts_whatever_its_number_in_a_container(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host, "DEVICES", tmp_path)
+    for name in ("nvidiactl", "nvidia-uvm"):
+        (tmp_path / name).touch()
+    assert not host.uses_gpu("auto")
+    (tmp_path / "nvidia3").touch()
+    assert host.uses_gpu("auto") and not host.uses_gpu("cpu")
