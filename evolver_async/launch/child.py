@@ -30,7 +30,7 @@ KEEP_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(1 << 30), "MALLOC_MMAP_THRESHOLD_":
 class Handle(Protocol):
     """A process wherever it runs, as `subprocess.Popen` holds one of this host.
 
-    A negative exit code is the signal that ended it.
+    Its pid is 0 while it waits for a place. A negative exit code is the signal that ended it.
     """
 
     @property

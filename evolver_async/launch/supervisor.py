@@ -32,7 +32,7 @@ from evolver_async.transport.client import Rejected
 from evolver_async.transport.dealer import DealerClient
 
 POLL_S = 0.1
-START_S = 60.0  # until the buffer must answer
+START_S = 60.0  # from its process on, until the buffer must answer
 
 log = logging.getLogger(__name__)
 
@@ -88,7 +88,9 @@ class Supervisor:
             elif code is not None:
                 cause = self.spawner.last_line(buffer)
                 raise RunFailed(f"the buffer did not start: {cause}", USER_ERROR)
-            if time.monotonic() > deadline:
+            if not buffer.process.pid:  # it waits for its place: see `Handle`
+                deadline = time.monotonic() + START_S
+            elif time.monotonic() > deadline:
                 raise RunFailed(
                     f"the buffer does not answer at {self.spawner.address} within {START_S:.0f} s,"
                     f" see {self.spawner.log_file('buffer')}",

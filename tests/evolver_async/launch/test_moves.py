@@ -6,11 +6,13 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from evolver_async.config import Config
 from evolver_async.errors import STOPPED
+from evolver_async.launch import supervisor as supervising
 from evolver_async.launch.child import Child, Handle, Spawner
 from evolver_async.launch.supervisor import RunFailed, Supervisor
 
@@ -42,6 +44,26 @@ class Places(Spawner):
         return role == "buffer"
 
     names: dict[int, str]
+
+
+class LatePlace:
+    """Handle of a process that waits for its place for four minutes, as for a runtime_env."""
+
+    def __init__(self) -> None:
+        self.pid = 0
+        self.now = 0.0  # 50 s later at every look
+
+    def poll(self) -> int | None:
+        self.now += 50.0
+        self.pid = 17 if self.now > 240 else 0
+        return None
+
+    def wait(self) -> int:
+        return 0
+
+    def terminate(self) -> None: ...
+
+    kill = terminate
 
 
 @pytest.fixture
@@ -115,6 +137,31 @@ def test_no_actor_is_started_after_a_signal(supervisor: Supervisor) -> None:
     supervisor.spawner.started = lambda: supervisor.signals.append(signal.SIGINT)
     supervisor.scale(time.monotonic())
     assert [child.name for child in supervisor.children] == ["actor-0"]
+
+
+@pytest.mark.parametrize("answers", [True, False])
+def test_a_buffer_has_its_time_to_answer_from_its_place_on(
+    supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch, answers: bool
+) -> None:
+    buffer = LatePlace()
+
+    async def buffer_answers() -> bool:
+        return answers and buffer.pid > 0
+
+    place, clock = supervisor.spawner.place, SimpleNamespace(monotonic=lambda: buffer.now)
+    monkeypatch.setattr(supervising, "time", clock)
+    monkeypatch.setattr(supervisor, "buffer_answers", buffer_answers)
+    places = {"buffer": lambda *_: buffer}
+    monkeypatch.setattr(
+        supervisor.spawner, "place", lambda role, *more: places.get(role, place)(role, *more)
+    )
+    if answers:
+        supervisor.start()
+        assert {child.role for child in supervisor.children} == {"buffer", "learner", "actor"}
+        return
+    with pytest.raises(RunFailed, match=r"does not answer at .* within 60 s"):
+        supervisor.start()
+    assert buffer.now == 300
 
 
 SAVING = f"""
