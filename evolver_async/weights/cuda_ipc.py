@@ -29,6 +29,7 @@ from evolver_async.weights.channel.snapshot import WeightSnapshot
 from evolver_async.weights.channel.source import WeightSource, source_of
 
 SLOT = "slot-"
+ALIVE = "publisher"  # the directory that a publisher holds: the launcher can own the one above
 
 
 class TensorEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -99,7 +100,7 @@ class IpcPublisher:
         self.directory = Path(directory)
         self.address = str(directory)
         self.keep = keep
-        self._claim = claim(self.directory)
+        self._claims = [claim(self.directory), claim(self.directory / ALIVE)]
         for path in self.directory.glob(f"{SLOT}*"):
             path.unlink()  # of a publisher that died, and its memory with it
         self._memory = memory
@@ -145,7 +146,8 @@ class IpcPublisher:
 
     def close(self) -> None:
         """Remove the directory; the memory ends with this process, and readers have copies."""
-        self._claim.remove()
+        for one in reversed(self._claims):
+            one.remove()
 
     def _free(self, weights: WeightId) -> int:
         """Return a slot whose version is replaced by `weights` or no longer kept."""
@@ -225,7 +227,7 @@ class IpcReceiver:
             try:
                 self._open[name] = (slot.memory, self._memory.open(slot.memory))
             except RuntimeError as error:
-                if owned(self.directory):
+                if owned(self.directory / ALIVE):
                     raise
                 raise WeightsGone(f"{name}, of a learner that has died: {error}") from error
         return self._open[name][1]

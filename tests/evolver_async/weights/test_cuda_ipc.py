@@ -1,17 +1,19 @@
 """The protocol of the channel on one GPU, with host memory in the GPU's place."""
 
+import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import ipc_memory
 import pytest
-import torch
 from ipc_memory import Files, check_killed, check_race, check_versions, version
 from torch import Tensor
 
 from evolver_async.process.private_directories import claim
 from evolver_async.weights.channel.base import WeightsGone
-from evolver_async.weights.cuda_ipc import IpcPublisher, IpcReceiver
+from evolver_async.weights.cuda_ipc import IpcReceiver
 
 pytestmark = pytest.mark.process
 
@@ -32,17 +34,35 @@ def test_a_reader_racing_with_a_fast_publisher_sees_whole_versions(tmp_path: Pat
     check_race(tmp_path, Files(), "cpu", numbers=200_000, versions=300)
 
 
-def test_weights_of_a_learner_that_has_died_are_gone(tmp_path: Path) -> None:
+ONE_VERSION = """
+import sys, time, torch
+from ipc_memory import Files, version
+from evolver_async.weights.cuda_ipc import IpcPublisher
+IpcPublisher(sys.argv[1], Files()).publish(version(1), {"w": torch.zeros(3)})
+print("published", flush=True)
+time.sleep(600)
+"""
+
+
+def test_weights_of_a_learner_that_has_died_are_gone_while_its_launcher_lives(
+    tmp_path: Path,
+) -> None:
     launcher = claim(tmp_path / "w")
-    publisher = IpcPublisher(tmp_path / "w", Files())
-    publisher.publish(version(1), {"w": torch.zeros(3)})
-    receiver = IpcReceiver(publisher.address, Ended())
-    with pytest.raises(RuntimeError, match="invalid resource handle"):
-        receiver.fetch(version(1))  # its learner lives: the next version would not help
-    launcher.release()
+    command = [sys.executable, "-c", ONE_VERSION, str(tmp_path / "w")]
+    here = Path(ipc_memory.__file__).parent
+    learner = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=here)
+    try:
+        assert learner.stdout is not None and learner.stdout.readline() == "published\n"
+        receiver = IpcReceiver(tmp_path / "w", Ended())
+        with pytest.raises(RuntimeError, match="invalid resource handle"):
+            receiver.fetch(version(1))  # its learner lives: the next version would not help
+    finally:
+        learner.kill()
+        learner.wait()
     with pytest.raises(WeightsGone, match=r"has died: .*invalid resource handle"):
         receiver.fetch(version(1))
-    publisher.close()
+    launcher.remove()
+    assert not (tmp_path / "w").exists()
 
 
 def test_a_publisher_killed_while_it_is_read_leaves_whole_versions_or_none(tmp_path: Path) -> None:
