@@ -85,8 +85,8 @@ class WeightSnapshot:
         if (copying := self._copying) is not None:
             copying.result()
             self._copying = None
-        if self._copied is not None:
-            self._copied.synchronize()
+        if (copied := self._copied) is not None:  # two threads can wait at once
+            copied.synchronize()
             self._copied = None
 
     def _copy_on_gpu(self, parts: list[Part]) -> None:

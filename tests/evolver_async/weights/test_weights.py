@@ -21,6 +21,7 @@ from evolver_async.process import mounts
 from evolver_async.process.private_directories import OWNER, PREFIX, claim, owned, sweep
 from evolver_async.schema import WeightId
 from evolver_async.weights.channel.base import WeightsCorrupt, WeightsGone
+from evolver_async.weights.channel.snapshot import WeightSnapshot
 from evolver_async.weights.channel.source import Part, WholeTensors
 from evolver_async.weights.shm import ShmPublisher, ShmReceiver
 
@@ -103,6 +104,32 @@ def test_an_error_of_the_copy_reaches_the_caller(tmp_path: Path, background: boo
         sender.publish(version(1), BrokenSource(filled(1.0)))
         sender.copied()
     sender.close()
+
+
+class OvertakenSnapshot(WeightSnapshot):
+    """Snapshot whose copies end in the other thread at the moment at which this one looks."""
+
+    waited = 0
+    event: "OvertakenSnapshot | None" = None
+
+    @property
+    def _copied(self) -> "OvertakenSnapshot | None":
+        found, self.event = self.event, None
+        return found
+
+    @_copied.setter
+    def _copied(self, value: None) -> None:
+        self.event = value
+
+    def synchronize(self) -> None:
+        self.waited += 1
+
+
+def test_two_threads_can_wait_for_the_copies_from_a_gpu() -> None:
+    snapshot = OvertakenSnapshot()
+    snapshot.event = snapshot
+    snapshot.finish_copies()
+    assert snapshot.waited == 1
 
 
 def test_the_caller_may_change_its_tensors_once_they_are_copied(tmp_path: Path) -> None:
