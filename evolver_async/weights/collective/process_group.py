@@ -33,7 +33,11 @@ class CastFailed(Exception):
 
 
 class BroadcastGroup:
-    """Process group in which rank 0 sends. `device`: "" for gloo, else the GPU that NCCL uses."""
+    """Process group in which rank 0 sends. `device`: "" for gloo, else the GPU that NCCL uses.
+
+    `connected`: gloo connects all members when the group is built, NCCL with the first broadcast,
+    after which the sender sets it.
+    """
 
     def __init__(
         self,
@@ -63,6 +67,7 @@ class BroadcastGroup:
             self._group = ProcessGroupGloo(prefixed, rank, size, options)
             self._group.set_timeout(timedelta(seconds=deadline_s))
         self._sends = rank == 0
+        self.connected = not device
 
     def broadcast(self, part_N: Tensor) -> "Broadcast":
         """Begin to send, or to receive into, `part_N`, bytes of host memory."""

@@ -103,9 +103,10 @@ class BroadcastSender:
                 return
             except CastFailed as failure:
                 log.warning("weights %s did not reach every actor: %s", head, failure)
-                if self._group is None:
-                    self._leave_out_unreachable()
+                apart = self._group is None or not self._group.connected
                 self._abandon_group()
+                if apart:
+                    self._leave_out_unreachable()
         again = f"they are tried again in {PAUSE_S:g} s"
         log.error("weights %s are given up after %d attempts; %s", head, ATTEMPTS, again)
         self._again_at = time.monotonic() + PAUSE_S
@@ -240,6 +241,7 @@ class BroadcastSender:
                     self._finish(under_way.pop(0))
             for part in under_way:
                 self._finish(part)
+            self._group.connected = True
         except RuntimeError as error:
             raise CastFailed(first_line(error)) from None
         return found
