@@ -20,8 +20,8 @@ from evolver_async.config import ConfigError
 from evolver_async.config.load import load
 from evolver_async.launch.ray_cluster.handle import RayHandle
 from evolver_async.launch.ray_cluster.host import Order
-from evolver_async.launch.ray_cluster.launcher import check
-from evolver_async.launch.ray_cluster.spawner import forwarded
+from evolver_async.launch.ray_cluster.launcher import check, learner_home_of
+from evolver_async.launch.ray_cluster.spawner import RaySpawner, forwarded
 
 RECIPE = """
 env: {name: bandit}
@@ -54,6 +54,10 @@ ONE, TWO = [node("home", CPU=4.0, GPU=2.0)], [node("home", CPU=4.0), node("other
 ELSEWHERE = [node("home", CPU=4.0), node("other", CPU=4.0, GPU=2.0)]
 TCP = "buffer.address=tcp://10.0.0.1:4000"
 KEYS, SHARED = "security.keys=k", "weights.dir=/shared"
+
+
+def weights_at(host: str) -> str:
+    return f"weights={{address: 'tcp://{host}:4001', trusted_network: true}}"
 
 
 @pytest.mark.parametrize(
@@ -95,6 +99,27 @@ KEYS, SHARED = "security.keys=k", "weights.dir=/shared"
         ),
         (TWO, [TCP, KEYS], "weights.kind: shm in /dev/shm belongs to one host"),
         (TWO, [TCP, KEYS, SHARED], ""),
+        (TWO, [TCP, KEYS, weights_at("10.0.0.1")], ""),
+        (
+            TWO,
+            [TCP, KEYS, weights_at("10.0.0.2")],
+            "weights.address: tcp://10.0.0.2:4001 is on another node than the buffer",
+        ),
+        (
+            TWO,
+            [TCP, KEYS, weights_at("127.0.0.1")],
+            "weights.address: must name a node by its address: processes on 2 nodes would look for",
+        ),
+        (
+            ELSEWHERE,
+            ["launch.ray={learner_gpus: 1, shared: true}", TCP, KEYS, weights_at("10.0.0.2")],
+            "",
+        ),
+        (
+            ELSEWHERE,
+            ["launch.ray={learner_gpus: 1, shared: true}", TCP, KEYS, weights_at("10.0.0.1")],
+            "1 with 1 GPUs each need 1 there, and the node of weights.address has 0",
+        ),
         (ONE, ["launch.ray.address=ray://h:1"], "buffer.address: processes on ray://h:1 need tcp"),
     ],
 )
@@ -107,6 +132,32 @@ def test_what_these_nodes_cannot_do_is_named(
     with pytest.raises(ConfigError, match=re.escape(message)):
         check(config, nodes, "home")
     return None
+
+
+@pytest.mark.parametrize(
+    ("shared", "weights", "expected"),
+    [
+        (False, "", "home"),
+        (True, "", ""),
+        (True, "10.0.0.1", "home"),
+        (True, "10.0.0.2", "other"),
+        (True, "192.168.0.2", ""),  # another interface, of an unknown node
+    ],
+)
+def test_a_learner_runs_on_the_node_at_which_it_publishes(
+    tmp_path: Path, shared: bool, weights: str, expected: str
+) -> None:
+    changes = [weights_at(weights)] if weights else [SHARED]
+    more = [f"launch.ray.shared={str(shared).lower()}", TCP, KEYS, *changes]
+    config = load(None, ["launch.kind=ray", "stages=[{steps: 1}]", *more])
+    ids = {"": "", "home": "0" * 56, "other": "1" * 56}
+    nodes = [one | {"NodeID": ids[one["NodeID"]]} for one in TWO]
+    place = learner_home_of(config, nodes, ids["home"])
+    spawner = RaySpawner(config, tmp_path, "ipc:///none", ids["home"], place)
+    assert place == ids[expected] and spawner.bound("learner") == bool(expected)
+    assert spawner.bound("buffer") and not spawner.bound("actor")
+    if expected:
+        assert spawner._strategy("learner", 0).node_id == place
 
 
 def test_variables_are_sent_to_which_the_configuration_refers(

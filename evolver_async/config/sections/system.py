@@ -48,7 +48,8 @@ class RayConfig:
     learner_cpus: float = 1.0  # of one rank; all ranks run on one node
     learner_gpus: float = 0.0
     service_cpus: float = 0.0  # of the buffer, and of the experience service
-    shared: bool = False  # every node sees run.dir: the learner can run on any of them
+    # every node sees run.dir: the learner runs on that of weights.address, without one on any
+    shared: bool = False
     runtime_env: dict[str, Any] = field(default_factory=dict)  # Ray's own; without secrets
 
 

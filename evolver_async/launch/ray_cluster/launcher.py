@@ -10,7 +10,7 @@ import ray  # pyright: ignore[reportMissingImports]
 
 from evolver_async.config import Config, ConfigError
 from evolver_async.config.secrets import looks_secret
-from evolver_async.config.sections.channel import channel, host_and_port, is_loopback
+from evolver_async.config.sections.channel import channel, host_and_port, is_loopback, leaves_host
 from evolver_async.errors import USER_ERROR
 from evolver_async.launch.ray_cluster.spawner import RaySpawner
 from evolver_async.launch.supervisor import Supervisor
@@ -31,12 +31,13 @@ def run(config: Config, run_dir: Path) -> int:
         nodes = [node for node in ray.nodes() if node["Alive"]]
         home = home_of(config, nodes)
         check(config, nodes, home)
+        learner_home = learner_home_of(config, nodes, home)
         for parent in (Path(config.weights.dir), Path(tempfile.gettempdir())):
             sweep(parent)
         claims.append(claim(make_weights_dir(config, run_dir)))
         claims.append(claim(Path(tempfile.mkdtemp(prefix=PREFIX))))
         address = config.buffer.address or f"ipc://{claims[-1].directory}/buffer"
-        spawner = RaySpawner(config, run_dir, address, home)
+        spawner = RaySpawner(config, run_dir, address, home, learner_home)
         try:
             return Supervisor(config, run_dir, spawner).run()
         finally:
@@ -94,16 +95,8 @@ def demand(config: Config) -> tuple[float, float]:
 
 def check(config: Config, nodes: list[dict[str, Any]], home: str) -> None:
     """Raise ConfigError for what cannot work on these nodes, of which `home` is the buffer's."""
-    asked, ranks = config.launch.ray, config.learner.ranks
-    places = [one for one in nodes if asked.shared or one["NodeID"] == home]
-    which = "largest node" if asked.shared else "node of the buffer, without launch.ray.shared,"
-    for name, each in (("CPU", asked.learner_cpus), ("GPU", asked.learner_gpus)):
-        largest = max((one["Resources"].get(name, 0.0) for one in places), default=0.0)
-        if ranks * each > largest:
-            raise ConfigError(
-                f"learner.ranks: all ranks run on one node: {ranks} with {each:g} {name}s each need"
-                f" {ranks * each:g} there, and the {which} has {largest:g}"
-            )
+    asked = config.launch.ray
+    _check_learner(config, nodes, home)
     if len(nodes) == 1 and not asked.address.startswith("ray://"):
         return
     where = f"{len(nodes)} nodes" if len(nodes) > 1 else asked.address
@@ -112,13 +105,13 @@ def check(config: Config, nodes: list[dict[str, Any]], home: str) -> None:
             f"buffer.address: processes on {where} need tcp://HOST:PORT, HOST being a node's"
             " address, and security.keys"
         )
+    named = f"must name a node by its address: processes on {where} would look for"
     host, _ = host_and_port(config.buffer.address)
     hosts = {node["NodeManagerAddress"] for node in nodes}
     if host in (*EVERYWHERE, "::") or (is_loopback(host) and len(hosts) > 1):
-        raise ConfigError(
-            f"buffer.address: must name a node by its address: processes on {where} would look for"
-            f" {host} on their own"
-        )
+        raise ConfigError(f"buffer.address: {named} {host} on their own")
+    if config.weights.address and len(hosts) > 1 and not leaves_host(config):
+        raise ConfigError(f"weights.address: {named} {config.weights.address} on their own")
     if channel(config) == "cuda_ipc":
         raise ConfigError(f"weights.kind: cuda_ipc is for one GPU, and the cluster has {where}")
     if channel(config) == "collective" and not config.weights.address:
@@ -133,6 +126,28 @@ def check(config: Config, nodes: list[dict[str, Any]], home: str) -> None:
         )
 
 
+def _check_learner(config: Config, nodes: list[dict[str, Any]], home: str) -> None:
+    """Raise ConfigError unless a node where the learner may run has room for all its ranks."""
+    asked, ranks = config.launch.ray, config.learner.ranks
+    place = learner_home_of(config, nodes, home)
+    if place != home and not asked.shared:
+        raise ConfigError(
+            f"weights.address: {config.weights.address} is on another node than the buffer, and"
+            " without launch.ray.shared the learner runs on the buffer's"
+        )
+    places = [one for one in nodes if place in ("", one["NodeID"])]
+    which = "node of weights.address" if place else "largest node"
+    if not asked.shared:
+        which = "node of the buffer, without launch.ray.shared,"
+    for name, each in (("CPU", asked.learner_cpus), ("GPU", asked.learner_gpus)):
+        largest = max((one["Resources"].get(name, 0.0) for one in places), default=0.0)
+        if ranks * each > largest:
+            raise ConfigError(
+                f"learner.ranks: all ranks run on one node: {ranks} with {each:g} {name}s each need"
+                f" {ranks * each:g} there, and the {which} has {largest:g}"
+            )
+
+
 def home_of(config: Config, nodes: list[dict[str, Any]]) -> str:
     """Return the id of the node of the buffer: that of its address, else this one."""
     addresses = {node["NodeManagerAddress"]: node["NodeID"] for node in nodes}
@@ -144,3 +159,14 @@ def home_of(config: Config, nodes: list[dict[str, Any]]) -> str:
             known = ", ".join(sorted(addresses))
             raise ConfigError(f"buffer.address: {host} is no node of the cluster ({known})")
     return ray.get_runtime_context().get_node_id()
+
+
+def learner_home_of(config: Config, nodes: list[dict[str, Any]], home: str) -> str:
+    """Return the id of the learner's node, "" if it may run on any: that of `weights.address`, at
+    which it publishes, else the buffer's unless every node sees `run.dir`."""
+    otherwise = "" if config.launch.ray.shared else home
+    if not config.weights.address:
+        return otherwise
+    host, _ = host_and_port(config.weights.address)
+    named = [node["NodeID"] for node in nodes if node["NodeManagerAddress"] == host]
+    return home if home in named else next(iter(named), otherwise)

@@ -30,11 +30,12 @@ FORWARDED = "WANDB_"  # prefix of variables that every process of a run gets
 class RaySpawner(Spawner):
     """Starts processes as Ray actors.
 
-    `home` is the node of the buffer, the experience service and, unless every node sees `run.dir`,
-    the learner. Actors go wherever there is room.
+    `home` is the node of the buffer and of the experience service, `learner_home` that of the
+    learner, "" if it may run on any. Actors go wherever there is room.
     """
 
     home: str
+    learner_home: str
     group: Any = None  # the placement group of the learner's ranks
     meeting: str = ""
     draining: set[str] = field(default_factory=set)  # ids of nodes
@@ -66,8 +67,8 @@ class RaySpawner(Spawner):
         return handle.node in self.draining
 
     def bound(self, role: str) -> bool:
-        """True for what runs at home: others know its address, or its files are there."""
-        return role != "actor" and not (role == "learner" and self.config.launch.ray.shared)
+        """True for what has one node: others know its address, or its files are there."""
+        return bool(self._node_of(role))
 
     def lost(self, handle: Handle) -> bool:
         """True if the node of a process that ended is no longer there."""
@@ -84,12 +85,16 @@ class RaySpawner(Spawner):
             return asked.learner_cpus, asked.learner_gpus
         return asked.service_cpus, 0.0
 
+    def _node_of(self, role: str) -> str:
+        """Return the only node for a role, "" if it may run on any."""
+        return {"actor": "", "learner": self.learner_home}.get(role, self.home)
+
     def _strategy(self, role: str, rank: int) -> Any:
         asked = self.config.launch.ray
         if role == "actor":
             return "SPREAD" if asked.strategy == "spread" else "DEFAULT"
-        if self.bound(role):
-            return NodeAffinitySchedulingStrategy(self.home, soft=False)
+        if node := self._node_of(role):
+            return NodeAffinitySchedulingStrategy(node, soft=False)
         if rank == 0:
             self.end_group()
             cpus, gpus = self.resources(role)
