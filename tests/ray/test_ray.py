@@ -1,5 +1,6 @@
 """A run on a Ray instance of its own: its ends, its refusals, and its pace."""
 
+import asyncio
 import re
 import signal
 import tempfile
@@ -19,7 +20,7 @@ from evolver_async.cli import main
 from evolver_async.config import ConfigError
 from evolver_async.config.load import load
 from evolver_async.launch.ray_cluster.handle import RayHandle
-from evolver_async.launch.ray_cluster.host import Order
+from evolver_async.launch.ray_cluster.host import Order, ProcessHost
 from evolver_async.launch.ray_cluster.launcher import check, learner_home_of
 from evolver_async.launch.ray_cluster.spawner import RaySpawner, forwarded
 
@@ -158,6 +159,28 @@ def test_a_learner_runs_on_the_node_at_which_it_publishes(
     assert spawner.bound("buffer") and not spawner.bound("actor")
     if expected:
         assert spawner._strategy("learner", 0).node_id == place
+
+
+def test_what_killed_processes_leave_on_a_node_is_removed_by_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    context = SimpleNamespace(get_node_id=lambda: "node")
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: context)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    killed = ProcessHost()
+    order = Order(["--help"], {}, "", meeting="evolver-ranks-0", keys={"client.secret": b"key"})
+    asyncio.run(killed.start(order))
+    assert killed.process is not None and killed.meeting is not None
+    killed.process.wait()
+    (killed.meeting.directory / "ranks").touch()
+    living = ProcessHost()
+    assert (
+        killed.private / "keys" / "client.secret"
+    ).exists() and killed.meeting.directory.exists()
+    for one in (killed.claim, killed.meeting):
+        one.release()  # as the kernel does
+    last = ProcessHost()
+    assert {*tmp_path.iterdir()} == {living.private, last.private}
 
 
 def test_variables_are_sent_to_which_the_configuration_refers(

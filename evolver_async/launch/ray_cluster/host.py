@@ -5,7 +5,6 @@ Only the exit code and the lines of the log return through Ray. The process dies
 
 import asyncio
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -15,7 +14,7 @@ from pathlib import Path
 
 import ray  # pyright: ignore[reportMissingImports]
 
-from evolver_async.process.private_directories import PREFIX, claim
+from evolver_async.process.private_directories import PREFIX, Claim, claim, sweep
 
 MOST_BYTES = 64 * 1024  # of the log in one reply, which Ray then keeps out of its object store
 WATCH_S = 1.0  # after which a reply comes, though nothing has happened
@@ -42,10 +41,11 @@ class ProcessHost:
     """One process of a run. The Ray actor is asynchronous: a signal passes a waiting `watch`."""
 
     def __init__(self) -> None:
+        sweep(Path(tempfile.gettempdir()))  # of killed processes: launches sweep their own node
         self.claim = claim(Path(tempfile.mkdtemp(prefix=PREFIX)))
         self.private = self.claim.directory
         self.log = self.private / "log"
-        self.meeting: Path | None = None
+        self.meeting: Claim | None = None
         self.process: subprocess.Popen[bytes] | None = None
 
     async def start(self, order: Order) -> tuple[int, str]:
@@ -55,8 +55,8 @@ class ProcessHost:
         if order.keys:
             command += ["--keys", str(self._write_keys(order.keys))]
         if order.meeting:
-            self.meeting = _shared(order.meeting)
-            command += ["--meeting", str(self.meeting / "ranks")]
+            self.meeting = claim(Path(tempfile.gettempdir()) / order.meeting)
+            command += ["--meeting", str(self.meeting.directory / "ranks")]
         directory = order.directory if os.path.isdir(order.directory) else None
         with open(order.log or self.log, "ab") as output:
             self.process = subprocess.Popen(
@@ -79,8 +79,8 @@ class ProcessHost:
                 return None, said  # the code comes after the last line
             if code is not None:
                 self.claim.remove()
-                if self.meeting is not None:  # where ranks are killed, the next launch sweeps it
-                    shutil.rmtree(self.meeting, ignore_errors=True)
+                if self.meeting is not None:
+                    self.meeting.remove()
                 return code, b""
             await asyncio.sleep(LOOK_S)
         return None, b""
@@ -107,13 +107,3 @@ class ProcessHost:
             with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
                 file.write(content)
         return directory
-
-
-def _shared(name: str) -> Path:
-    """Return a directory of this node that processes of this user with the same `name` share."""
-    path = Path(tempfile.gettempdir()) / name
-    path.mkdir(mode=0o700, exist_ok=True)
-    found = path.lstat()
-    if found.st_uid != os.getuid() or found.st_mode & 0o077 or path.is_symlink():
-        raise PermissionError(f"{path}: belongs to somebody else")
-    return path
