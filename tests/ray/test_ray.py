@@ -157,8 +157,6 @@ def test_a_learner_runs_on_the_node_at_which_it_publishes(
     spawner = RaySpawner(config, tmp_path, "ipc:///none", ids["home"], place)
     assert place == ids[expected] and spawner.bound("learner") == bool(expected)
     assert spawner.bound("buffer") and not spawner.bound("actor")
-    if expected:
-        assert spawner._strategy("learner", 0).node_id == place
 
 
 def test_what_killed_processes_leave_on_a_node_is_removed_by_the_next_one(
@@ -263,6 +261,39 @@ def test_a_log_that_cannot_be_written_ends_no_run(
     host = SimpleNamespace(start=call, watch=call)
     handle = RayHandle("actor-0", host, Order([], {}, ""), "1 CPUs", tmp_path)
     assert handle.poll() is None and handle.pid == 17
+
+
+def test_a_learner_finds_its_place_again_though_an_actor_waits_for_one(tmp_path: Path) -> None:
+    config = load(None, ["launch.kind=ray", "stages=[{steps: 1}]"])
+    ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False)
+    home = ray.get_runtime_context().get_node_id()
+    spawner = RaySpawner(config, tmp_path, f"ipc://{tmp_path}/none", home, home)
+    handles: list[RayHandle] = []
+
+    def start(role: str, name: str, incarnation: int = 0) -> RayHandle:
+        handle = spawner.start(role, name, incarnation)
+        assert isinstance(handle, RayHandle)
+        handles.append(handle)
+        return handle
+
+    def placed(handle: RayHandle) -> str:
+        handle.poll()
+        return handle.node
+
+    try:
+        learner = start("learner", "learner")
+        wait_for(lambda: placed(learner), "the learner's place")
+        actor = start("actor", "actor-0")
+        wait_for(lambda: placed(actor), "the place of an actor")
+        waiting = start("actor", "actor-1")
+        learner.kill()
+        again = start("learner", "learner", 1)
+        assert wait_for(lambda: placed(again), "the learner's place again") == home
+        assert not placed(waiting)
+    finally:
+        for handle in handles:
+            handle.kill()
+        ray.shutdown()
 
 
 def descendants(run: Launch) -> dict[str, psutil.Process]:

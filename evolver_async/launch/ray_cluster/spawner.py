@@ -22,6 +22,7 @@ from evolver_async.launch.ray_cluster.handle import RayHandle
 from evolver_async.launch.ray_cluster.host import Order, ProcessHost
 
 CLIENT_KEYS = ("server.public", "client.secret")  # what a client needs of the run's keys
+NODE_LABEL = "ray.io/node-id"  # Ray sets it on every node
 LOOK_S = 1.0  # between two looks at the nodes that are drained
 FORWARDED = "WANDB_"  # prefix of variables that every process of a run gets
 
@@ -37,6 +38,7 @@ class RaySpawner(Spawner):
     home: str
     learner_home: str
     group: Any = None  # the placement group of the learner's ranks
+    learner: RayHandle | None = None  # the newest process of its first rank
     meeting: str = ""
     draining: set[str] = field(default_factory=set)  # ids of nodes
     looked: float = 0.0
@@ -55,7 +57,10 @@ class RaySpawner(Spawner):
             name=f"{self.run_dir.name}/{name}/{incarnation}",
         ).remote()
         wants = f"{cpus:g} CPUs" + (f" and {gpus:g} GPUs" if gpus else "")
-        return RayHandle(name, host, order, wants, self.log_file(name))
+        handle = RayHandle(name, host, order, wants, self.log_file(name))
+        if role == "learner" and rank == 0:
+            self.learner = handle
+        return handle
 
     def moves(self, handle: Handle) -> bool:
         """True if the node of a process is being drained."""
@@ -68,7 +73,7 @@ class RaySpawner(Spawner):
 
     def bound(self, role: str) -> bool:
         """True for what has one node: others know its address, or its files are there."""
-        return bool(self._node_of(role))
+        return bool({"actor": "", "learner": self.learner_home}.get(role, self.home))
 
     def lost(self, handle: Handle) -> bool:
         """True if the node of a process that ended is no longer there."""
@@ -85,25 +90,31 @@ class RaySpawner(Spawner):
             return asked.learner_cpus, asked.learner_gpus
         return asked.service_cpus, 0.0
 
-    def _node_of(self, role: str) -> str:
-        """Return the only node for a role, "" if it may run on any."""
-        return {"actor": "", "learner": self.learner_home}.get(role, self.home)
-
     def _strategy(self, role: str, rank: int) -> Any:
-        asked = self.config.launch.ray
         if role == "actor":
-            return "SPREAD" if asked.strategy == "spread" else "DEFAULT"
-        if node := self._node_of(role):
-            return NodeAffinitySchedulingStrategy(node, soft=False)
+            return "SPREAD" if self.config.launch.ray.strategy == "spread" else "DEFAULT"
+        if role != "learner":
+            return NodeAffinitySchedulingStrategy(self.home, soft=False)
         if rank == 0:
-            self.end_group()
-            cpus, gpus = self.resources(role)
-            bundles = [{"CPU": cpus, "GPU": gpus}] * self.config.learner.ranks
-            bundles = [
-                {name: n for name, n in one.items() if n} or {"CPU": 0.01} for one in bundles
-            ]
-            self.group = placement_group(bundles, strategy="STRICT_PACK")
+            self._reserve()
         return PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=rank)
+
+    def _reserve(self) -> None:
+        """Reserve one node's resources for the learner's ranks, or keep them for the next start.
+
+        An actor that waits for its place would take what a learner that has died gives back. Only a
+        node that is drained or lost is left.
+        """
+        if self.learner is not None and (self.moves(self.learner) or self.lost(self.learner)):
+            self.end_group()
+        if self.group is not None:
+            return
+        ranks, (cpus, gpus) = self.config.learner.ranks, self.resources("learner")
+        bundle = {name: n for name, n in {"CPU": cpus, "GPU": gpus}.items() if n} or {"CPU": 0.01}
+        label = {NODE_LABEL: self.learner_home} if self.learner_home else {}
+        self.group = placement_group(
+            [bundle] * ranks, strategy="STRICT_PACK", bundle_label_selector=[label] * ranks
+        )
 
     def end_group(self) -> None:
         """Give back the placement group of the learner."""
