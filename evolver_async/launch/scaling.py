@@ -36,7 +36,8 @@ class ActorScaling:
         if said != AUTO:
             count = int(said)
         elif self.said != AUTO and self.actors.adjustable:
-            count, self.controller.since = self.count, now  # the controller goes on from there
+            count = self.count  # the controller goes on from there
+            self.controller.begin(now)
         elif self.said != AUTO:
             count, self.controller.cause = self.actors.count, "actors.count"
         else:
@@ -64,6 +65,11 @@ class WaitController:
         self.since: float | None = None  # the start of the window
         self.waited: list[float] = []  # share of every step in the window
         self.cause = ""
+
+    def begin(self, now: float) -> None:
+        """Begin a window: steps until now do not count."""
+        self.rows.rows()
+        self.since, self.waited = now, []
 
     def wanted(self, count: int, now: float) -> int:
         """Return the wanted number where `count` is the present one."""

@@ -106,6 +106,20 @@ def test_what_scale_asks_for_holds_until_it_is_given_back(tmp_path: Path) -> Non
     assert scaling.wanted(5.0) == 5, "the controller goes on from there"
 
 
+def test_steps_with_actors_that_were_asked_for_by_hand_do_not_count(tmp_path: Path) -> None:
+    _, steps = controller(tmp_path / "metrics.jsonl")
+    scaling = ActorScaling(Config(actors=ActorsConfig(max=8, scale_s=30.0)), tmp_path)
+    scale(tmp_path, "1")
+    assert scaling.wanted(0.0) == 1
+    steps(0.9)
+    scale(tmp_path, "5")
+    assert scaling.wanted(100.0) == 5
+    scale(tmp_path, "auto")
+    assert scaling.wanted(101.0) == 5
+    steps(0.08)
+    assert scaling.wanted(132.0) == 5
+
+
 @pytest.mark.parametrize(
     ("given", "changes", "message"),
     [
