@@ -88,9 +88,11 @@ class BroadcastSender:
         """Cast `head` to every member, and all versions of `held` to newcomers."""
         if self.due():
             self._again_at = math.inf
-            self._members |= self._unreachable
-            self._unreachable.clear()
             self._abandon_group()
+            if self._unreachable:  # a group with them would fail, which NCCL sees late
+                self._members |= self._unreachable
+                self._unreachable.clear()
+                self._leave_out_unreachable()
         for _ in range(ATTEMPTS):
             if self.closing():
                 return

@@ -80,7 +80,9 @@ def test_nccl_leaves_out_an_actor_with_filtered_ports_too(
     weights, snapshot = WeightId(lineage=1, step=1), WeightSnapshot()
     snapshot.stage(weights, source_of({"a": torch.zeros(1000)}), 1)
     sending = BroadcastSender(served, DEADLINE_S, 4096, "GPU-0", lambda: False)
-    sending.send({weights: snapshot}, weights)
-    assert "filtered cannot be reached at its data ports" in caplog.text
-    assert "given up" not in caplog.text
-    assert list(sending._members) == [1]
+    for times in (1, 2):  # it is tried again, in no group of others
+        monkeypatch.setattr(sending, "due", lambda times=times: times == 2)
+        sending.send({weights: snapshot}, weights)
+        assert caplog.text.count("filtered cannot be reached at its data ports") == times
+        assert caplog.text.count("did not reach every actor") == 1
+        assert list(sending._members) == [1] and "given up" not in caplog.text
