@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 import episodes
@@ -146,14 +147,18 @@ def say(*turns: str) -> list[list[int]]:
 
 
 def roll_out(
-    ticket: Ticket, setting: Setting, engine: FakeEngine, progress: TicketProgress | None = None
+    ticket: Ticket,
+    setting: Setting,
+    engine: FakeEngine,
+    progress: TicketProgress | None = None,
+    run: Callable[[Coroutine[Any, Any, None]], None] = asyncio.run,
 ) -> list[Trajectory]:
     done: list[Trajectory] = []
 
     def deliver(finished: Finished) -> None:
         done.append(finished.trajectory)
 
-    asyncio.run(run_group(ticket, setting, engine, progress or TicketProgress(), deliver))
+    run(run_group(ticket, setting, engine, progress or TicketProgress(), deliver))
     return done
 
 
@@ -191,7 +196,7 @@ class Hanging(Corridor):
 
     def call(self, name: str) -> None:
         if name == self.hangs:
-            self.free.wait(10)
+            self.free.wait(60)
 
 
 class Adviser:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from episodes import ticket
 from gymnasium import spaces
+from virtual_time import virtually
 
 from actors.envs.adapters.gymnasium_env import Gymnasium, GymnasiumTable, text_of, uncoloured
 from actors.envs.base import EnvError, Measurable, Rewindable, Solvable, make_env
@@ -17,7 +18,6 @@ from actors.envs.exact import exact
 from actors.envs.grid.cliff_walking import CliffWalking
 from actors.progress import TicketProgress
 from actors.rollout.environment import TimedEnvironment
-from evolver_async.launch.serial import VirtualLoop
 from evolver_async.schema import Task
 from evolver_async.splits import SPLITS, split_of
 
@@ -244,8 +244,4 @@ def test_blocking_environment_plays_under_a_virtual_clock() -> None:
         await world.close()
         return step.info.success and asyncio.get_running_loop().time() >= 13
 
-    loop = VirtualLoop()
-    try:
-        assert loop.run_until_complete(play())
-    finally:
-        loop.close()
+    assert virtually(play())

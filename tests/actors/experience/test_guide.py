@@ -20,6 +20,7 @@ from contributions import LOST, WON, Told, episode
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from launches import COMMAND, DEADLINE_S, wait_for
+from virtual_time import virtually
 
 from actors.experience import guide as guides
 from actors.experience.contrast import contrast_items
@@ -33,7 +34,6 @@ from evolver_async.cli import main
 from evolver_async.config import Config, ExperienceConfig, StageConfig
 from evolver_async.config.load import dump
 from evolver_async.launch.run_directory import announce, locked
-from evolver_async.launch.serial import VirtualLoop
 from evolver_async.process.addresses import experience_address
 from evolver_async.protocol import messages
 from evolver_async.protocol.envelope import Envelope, pack
@@ -91,14 +91,6 @@ async def local(service: Any, deaf: bool = False) -> AsyncIterator[ServiceGuide]
     finally:
         await guide.close()
         server.close()
-
-
-def virtually(work: Any) -> Any:
-    loop = VirtualLoop()
-    try:
-        return loop.run_until_complete(work)
-    finally:
-        loop.close()
 
 
 # ---- in one loop
