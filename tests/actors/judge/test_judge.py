@@ -11,7 +11,7 @@ import torch
 from chatml import make_tokenizer
 from hypothesis import given
 from hypothesis import strategies as st
-from launches import fair_time
+from launches import DEADLINE_S, fair_time
 from openai_server import (
     Answer,
     OpenAIServer,
@@ -28,6 +28,7 @@ from openai_server import (
 )
 from rollouts import FakeEngine
 from transformers import Qwen3Config, Qwen3ForCausalLM
+from virtual_time import pass_time
 
 from actors.checks.config import check
 from actors.engines.base import Engine, Request
@@ -84,7 +85,7 @@ def with_judge(
         judge = make_judge(config, engine or FakeEngine({}), CHAT)
         assert judge is not None
         try:
-            return await asyncio.wait_for(use(judge), 30)
+            return await asyncio.wait_for(use(judge), DEADLINE_S)
         finally:
             await judge.close()
 
@@ -289,7 +290,7 @@ def test_without_a_proper_answer_there_are_no_labels_and_a_count(name: str) -> N
 
 
 def test_nobody_there_then_the_breaker_then_labels_again() -> None:
-    config = configured("llm", closed_url(), breaker_failures=2, breaker_s=0.5)
+    config = configured("llm", closed_url(), breaker_failures=2, breaker_s=60.0)
 
     async def use(judge: Judge) -> dict[str, float]:
         for _ in range(5):
@@ -297,7 +298,7 @@ def test_nobody_there_then_the_breaker_then_labels_again() -> None:
         gone = judge.counters()
         with OpenAIServer(otherwise=said(GOOD, GOOD)) as server:
             config.judge.llm.url = server.url
-            await asyncio.sleep(0.55)
+            pass_time(60.0)
             assert await judge.label(episode()) == ([GOOD, GOOD], "llm")
         return gone
 

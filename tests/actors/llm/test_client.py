@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from launches import DEADLINE_S
 from openai_server import (
     OpenAIServer,
     Reply,
@@ -28,6 +29,7 @@ from openai_server import (
     silence,
     status,
 )
+from virtual_time import pass_time
 
 from actors.llm import client
 from actors.llm.budget import Breaker, Budget
@@ -47,7 +49,7 @@ def with_endpoint(config: LlmConfig, use: Callable[[Endpoint], Awaitable[Any]]) 
     async def whole() -> Any:
         endpoint = Endpoint(config, "judge")
         try:
-            return await asyncio.wait_for(use(endpoint), 30)
+            return await asyncio.wait_for(use(endpoint), DEADLINE_S)
         finally:
             await endpoint.close()
 
@@ -332,7 +334,7 @@ def test_a_failing_endpoint_is_left_alone_and_tried_by_one_caller_only() -> None
         asked = [endpoint.complete(CHAT) for _ in range(5)]
         assert set(await asyncio.gather(*map(reason_of, asked))) == {"breaker"}
         assert len(server.calls) == 3
-        await asyncio.sleep(0.35)
+        pass_time(60.0)
         asked = [endpoint.complete(CHAT) for _ in range(5)]
         reasons = await asyncio.gather(*map(reason_of, asked))
         assert sorted(reasons) == ["", *["breaker"] * 4]
@@ -342,7 +344,7 @@ def test_a_failing_endpoint_is_left_alone_and_tried_by_one_caller_only() -> None
 
     slow = Reply(body=answer("yes").body, after_s=0.1)
     with OpenAIServer(*[status(500)] * 3, slow, otherwise="yes") as server:
-        with_endpoint(settings(server.url, breaker_failures=3, breaker_s=0.3), use)
+        with_endpoint(settings(server.url, breaker_failures=3, breaker_s=60.0), use)
     assert len(server.calls) == 9
 
 
@@ -470,7 +472,7 @@ def test_more_calls_than_can_be_made_in_time_do_not_open_the_breaker() -> None:
 def test_a_cancelled_call_leaves_room_for_others() -> None:
     async def use(endpoint: Endpoint) -> str:
         assert await reason_of(endpoint.complete(CHAT)) == "status"
-        await asyncio.sleep(0.06)
+        pass_time(60.0)
         trial = asyncio.create_task(endpoint.complete(CHAT))
         while len(server.calls) < 2:
             await asyncio.sleep(0.01)
@@ -479,5 +481,5 @@ def test_a_cancelled_call_leaves_room_for_others() -> None:
         return await endpoint.complete(CHAT)
 
     with OpenAIServer(status(500), silence(), "yes") as server:
-        config = settings(server.url, concurrency=1, breaker_failures=1, breaker_s=0.05)
+        config = settings(server.url, concurrency=1, breaker_failures=1, breaker_s=60.0)
         assert with_endpoint(config, use) == "yes"
