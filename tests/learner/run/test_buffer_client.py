@@ -1,18 +1,18 @@
 """How long the learner waits for the buffer once it was told to end."""
 
 import asyncio
-import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
 from evolver_async.errors import TrainingError
+from evolver_async.launch.serial import VirtualLoop
 from evolver_async.process.versions import versions
 from evolver_async.protocol import messages
 from evolver_async.protocol.envelope import SCHEMA_HASH
 from evolver_async.transport.client import Rejected
-from learner.run import buffer_client
-from learner.run.buffer_client import Requests, Stopping
+from learner.run.buffer_client import LAST_S, PATIENCE_S, Requests, Stopping
 
 DONE = messages.Done(lineage=1, take=0, version=1, trained=[], filtered={})
 KEPT = messages.Kept(take=0)
@@ -59,26 +59,29 @@ def test_a_refused_learner_says_why() -> None:
         Requests(client, asyncio.run).greet()  # type: ignore[arg-type]
 
 
-def test_a_learner_that_is_to_end_greets_nobody_for_long(ending: Any) -> None:
-    ending(20.0).greet()
-
-
 @pytest.fixture
-def ending(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A learner that was told to end, with a buffer that takes so long."""
-    monkeypatch.setattr(buffer_client, "PATIENCE_S", 0.1)
-    monkeypatch.setattr(buffer_client, "LAST_S", 1.0)
+def ending() -> Iterator[Callable[[float], Requests]]:
+    """A learner that was told to end, with a buffer that takes so long; its clock is virtual."""
+    loop = VirtualLoop()
 
     def ending(seconds: float) -> Requests:
-        line = Requests(Slow(seconds), asyncio.run)  # type: ignore[arg-type]
+        line = Requests(Slow(seconds), loop.run_until_complete)  # type: ignore[arg-type]
         line.stopping = True
         return line
 
-    return ending
+    yield ending
+    loop.run_until_complete(asyncio.sleep(0))  # ends what was cancelled
+    loop.close()
+
+
+def test_a_learner_that_is_to_end_greets_nobody_for_long(ending: Any) -> None:
+    line = ending(3600.0)
+    line.greet()
+    assert line.now() < 2 * PATIENCE_S
 
 
 def test_what_was_done_is_answered_though_it_takes_a_while(ending: Any) -> None:
-    line = ending(0.3)
+    line = ending(2.5 * PATIENCE_S)
     assert isinstance(line.ask(DONE), messages.Ok)
     assert isinstance(line.ask(KEPT), messages.Ok)
 
@@ -86,27 +89,27 @@ def test_what_was_done_is_answered_though_it_takes_a_while(ending: Any) -> None:
 def test_no_take_is_asked_for_and_nothing_else_waited_for(ending: Any) -> None:
     for message in (SAMPLE, messages.Resume(lineage=0, take=0, version=0)):
         with pytest.raises(Stopping):
-            ending(20.0).ask(message)
+            ending(3600.0).ask(message)
 
 
 def test_a_take_that_is_waited_for_is_given_up(ending: Any) -> None:
-    line = ending(20.0)
+    line = ending(3600.0)
     line.stopping = False
 
     async def told() -> None:
-        asyncio.get_running_loop().call_later(0.2, setattr, line, "stopping", True)
+        asyncio.get_running_loop().call_later(20.0, setattr, line, "stopping", True)
         await line._reply_to(SAMPLE)
 
     with pytest.raises(Stopping, match="SAMPLE"):
-        asyncio.run(told())
+        line.call(told())
+    assert 20.0 <= line.now() <= 20.1 + PATIENCE_S
 
 
 def test_a_buffer_that_is_silent_is_waited_for_once(ending: Any) -> None:
     """All replies share the time, so that a last checkpoint is written before the processes die."""
-    line = ending(20.0)
-    began = time.monotonic()
+    line = ending(3600.0)
     for message in (DONE, KEPT, KEPT, KEPT):
         with pytest.raises(Stopping):
             line.ask(message)
-    assert 0.9 < time.monotonic() - began < 10.0
+    assert LAST_S - PATIENCE_S <= line.now() < 2 * LAST_S
     assert line.left_s < 0.0
