@@ -6,7 +6,6 @@ import errno
 import logging
 import os
 import re
-import selectors
 import shutil
 import socket
 import tempfile
@@ -22,8 +21,8 @@ import pytest
 import zmq
 from episodes import episode
 from msgspec import structs
+from virtual_time import virtually
 
-from evolver_async.launch.serial import VirtualLoop
 from evolver_async.protocol.envelope import LIMITS, Envelope, pack, unpack
 from evolver_async.protocol.messages import (
     Ack,
@@ -385,13 +384,16 @@ def test_a_parked_request_ends_in_wait(directory: Path) -> None:
 
 def test_a_newer_request_replaces_the_parked_one(directory: Path) -> None:
     store = Store()
-    with serving(store, f"ipc://{directory}/s") as server, client(server.address) as dealer:
+    with (
+        serving(store, f"ipc://{directory}/s", park_s=3600) as server,
+        client(server.address, resend_s=3600) as dealer,
+    ):
 
         async def ask() -> tuple[Any, Any]:
-            first = asyncio.create_task(dealer.request(Lease(credit=1), 10))
+            first = asyncio.create_task(dealer.request(Lease(credit=1), 60))
             await until(lambda: store.seen("Lease") > 0)
-            second = asyncio.create_task(dealer.request(Lease(credit=2), 10))
-            assert isinstance(await asyncio.wait_for(first, 3), Wait)
+            second = asyncio.create_task(dealer.request(Lease(credit=2), 60))
+            assert isinstance(await first, Wait)
             await dealer.request(Release(group_id=0, members=[0, 1], reason="drain"), 10)
             return first.result(), await second
 
@@ -564,12 +566,8 @@ def test_groups_that_take_long_to_come_are_asked_for_once(come: int) -> None:
     """A copy would come behind them, and hold up the next take. A stream that ends is repeated."""
     groups = [GroupReply(group=group(trajectory(n))) for n in range(5)]
     stream = [*groups, Groups(count=5)]
-    line, loop = SlowLine(4.0, [stream[:come], stream]), VirtualLoop()
-    try:
-        sample = Sample(lineage=1, take=0, stage=0)
-        taken = loop.run_until_complete(line.request(sample, 100))
-    finally:
-        loop.close()
+    line = SlowLine(4.0, [stream[:come], stream])
+    taken = virtually(line.request(Sample(lineage=1, take=0, stage=0), 100))
     assert [group.group_id for group in taken] == [0, 1, 2, 3, 4]
     assert line.asked == 1 + (come < 6)
 
@@ -636,33 +634,16 @@ def test_no_reply_is_a_timeout_that_names_request_and_peer(directory: Path) -> N
         asyncio.run(dealer.request(StatusRequest(), 0.2))
 
 
-def test_a_request_that_is_resent_in_vain_is_logged(
-    directory: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    address = f"ipc://{directory}/s"
-
-    async def ask() -> float:
-        """The seconds that the first record names."""
-        caplog.clear()
-        began = time.monotonic()
-        request = asyncio.create_task(dealer.request(StatusRequest(), 30))
-        await until(lambda: bool(caplog.records))
-        waited_s = time.monotonic() - began
-        request.cancel()
-        said = caplog.records[0].getMessage()
-        found = re.fullmatch(rf"STATUS to {address}: no reply for (\d+\.\d) s", said)
-        assert found, said
-        assert 0.1 <= float(found[1]) <= waited_s + 0.05
-        return float(found[1])
-
-    with (
-        caplog.at_level(logging.WARNING, "evolver_async.transport.client"),
-        client(address, resend_s=0.05) as dealer,
-    ):
-        said_s = [asyncio.run(ask()) for _ in range(3)]
-    assert min(said_s) <= 0.2, (
-        "twice in vain: at most 0.06 s and 0.12 s, unless the host stood still"
-    )
+def test_a_request_that_is_resent_in_vain_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    """After 2 s and 4 s, give or take a fifth, and then after 8 s more."""
+    line = SlowLine(1.0, 9 * [[]])
+    with caplog.at_level(logging.WARNING, "evolver_async.transport.client"):
+        with pytest.raises(TimeoutError):
+            virtually(line.request(StatusRequest(), 20))
+        said = "\n".join(record.getMessage() for record in caplog.records)
+    found = re.fullmatch(r"STATUS to line: no reply for (.+) s\nSTATUS to line: .* (.+) s", said)
+    assert found, said
+    assert 4.8 <= float(found[1]) <= 7.2 and 11.2 <= float(found[2]) <= 16.8
 
 
 @pytest.mark.parametrize(
@@ -848,27 +829,6 @@ def test_addresses_open_to_others_are_refused(directory: Path) -> None:
 # ---- the twin within one loop
 
 
-class VirtualSelector(selectors.DefaultSelector):
-    """Never waits: what the loop would have slept is added to its clock."""
-
-    now = 0.0
-
-    def select(self, timeout: float | None = None) -> list:
-        self.now += timeout or 0.0
-        return super().select(0)
-
-
-def run_virtual(main: Any) -> tuple[Any, float]:
-    """The result and how long it took by the loop's own clock."""
-    selector = VirtualSelector()
-    loop = asyncio.SelectorEventLoop(selector)
-    loop.time = lambda: selector.now  # type: ignore[method-assign]
-    try:
-        return loop.run_until_complete(main), selector.now
-    finally:
-        loop.close()
-
-
 async def conversation(store: Store, actor: Client, learner: Client) -> list[str]:
     """Every kind of answer once; the types of the replies."""
     said: list[Any] = [await actor.request(Hello(role="actor", schema_hash=""), 20)]
@@ -911,7 +871,7 @@ def test_the_local_twin_gives_the_same_answers(directory: Path) -> None:
         expected = asyncio.run(conversation(over_sockets, actor, learner))
     assert expected == ["Welcome", "Ok", "Tickets", "Ack", "Ack", 0, 1, "type: Resume"]
     assert asyncio.run(local_conversation(in_loop)) == expected
-    assert run_virtual(local_conversation(virtual))[0] == expected
+    assert virtually(local_conversation(virtual)) == expected
     for store in (over_sockets, in_loop, virtual):
         np.testing.assert_array_equal(
             store.pushed[1].sequences[0].tokens, trajectory(1).sequences[0].tokens
@@ -919,22 +879,18 @@ def test_the_local_twin_gives_the_same_answers(directory: Path) -> None:
 
 
 def test_the_local_twin_parks_on_the_virtual_clock() -> None:
-    async def ask(store: Store) -> Any:
+    async def ask(store: Store) -> float:
         server = LocalServer(store, "run")
         server.start()
         reply = await LocalClient(server, "a").request(Lease(credit=1), 60)
         server.close()
-        return reply
+        assert isinstance(reply, Wait)
+        return asyncio.get_running_loop().time()
 
-    before = time.monotonic()
-    store = Store()
-    reply, took = run_virtual(ask(store))
-    assert isinstance(reply, Wait)
-    assert 5.0 <= took < 5.3
+    store, again = Store(), Store()
+    assert 5.0 <= virtually(ask(store)) < 5.3
     assert store.ticks in range(49, 54)
-    assert time.monotonic() - before < 3
-    again = Store()
-    run_virtual(ask(again))
+    virtually(ask(again))
     assert again.log == store.log
 
 
