@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import math
 import threading
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from killed_runs import Killed, Run, Ticket, Trajectory, episode
+from launches import DEADLINE_S, wait_for
 
 from evolver_async import cli
 from evolver_async.checkpoint.directory import valid
@@ -481,13 +481,6 @@ def test_a_learner_killed_while_it_rolls_back_does_it_alike(tmp_path: Path, kill
     assert [name for name in tensors if not torch.equal(tensors[name], tensors_then[name])] == []
 
 
-def until(condition, what: str) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.01)
-
-
 def paused_learner(run: Run) -> tuple[threading.Thread, list[object]]:
     """A learner in a thread that has come to its pause, and where its end will be told."""
     ends: list[object] = []
@@ -499,9 +492,9 @@ def paused_learner(run: Run) -> tuple[threading.Thread, list[object]]:
         asyncio.set_event_loop(run.loop)
         ends.append(run.train(disturb))
 
-    thread = threading.Thread(target=train)
+    thread = threading.Thread(target=train, daemon=True)  # without an end if a test fails
     thread.start()
-    until(lambda: _says_paused(run), "the learner does not say that it is paused")
+    wait_for(lambda: _says_paused(run), "the learner to say that it is paused")
     return thread, ends
 
 
@@ -517,7 +510,7 @@ def test_a_paused_learner_says_why_and_goes_on_when_told(tmp_path: Path) -> None
         assert waits["pause"]["reason"].endswith(f"evolver-async unpause {run.run_dir}")
         assert max(run.trained) == 4
         (run.run_dir / PAUSED).unlink()
-        thread.join(60)
+        thread.join(DEADLINE_S)
         assert ends == [0] and sorted(run.trained) == list(range(10))
         assert "learner" not in run.world.service.status(run.world.now)["waiting"]
 
@@ -526,6 +519,6 @@ def test_a_paused_learner_still_ends_when_told(tmp_path: Path) -> None:
     with run_with(tmp_path, "pause", "local") as run:
         thread, ends = paused_learner(run)
         run.told.requests.stopping = True  # pyright: ignore[reportAttributeAccessIssue]
-        thread.join(60)
+        thread.join(DEADLINE_S)
         assert ends == [STOPPED] and max(run.trained) == 4
         assert pause_reason(run.run_dir) is not None, "the next launch is paused as well"
