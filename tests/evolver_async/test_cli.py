@@ -10,7 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO
 
@@ -526,7 +526,8 @@ def test_a_launcher_checks_prompts_without_torch(tmp_path: Path) -> None:
     assert said.endswith("False\n")
 
 
-def preparing(tmp_path: Path) -> tuple["subprocess.Popen[str]", psutil.Process]:
+@contextlib.contextmanager
+def preparing(tmp_path: Path) -> Iterator[tuple["subprocess.Popen[str]", psutil.Process]]:
     """A `train` whose policy is just being prepared, and the process that does."""
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(RECIPE)
@@ -545,14 +546,18 @@ def preparing(tmp_path: Path) -> tuple["subprocess.Popen[str]", psutil.Process]:
                     return one
         return None
 
-    return train, wait_for(child, "the process that prepares the policy")
+    try:
+        yield train, wait_for(child, "the process that prepares the policy")
+    finally:
+        train.kill()
+        train.communicate()
 
 
 @pytest.mark.process
 def test_a_killed_preparation_is_named_with_its_likely_cause(tmp_path: Path) -> None:
-    train, prepare = preparing(tmp_path)
-    prepare.kill()
-    _, errors = train.communicate(timeout=DEADLINE_S)
+    with preparing(tmp_path) as (train, prepare):
+        prepare.kill()
+        _, errors = train.communicate(timeout=DEADLINE_S)
     assert train.returncode == 2
     assert "was killed by SIGKILL; most likely memory ran out" in errors
     assert errors.count("\n") == 1 and "INFO" not in errors
@@ -561,9 +566,9 @@ def test_a_killed_preparation_is_named_with_its_likely_cause(tmp_path: Path) -> 
 
 @pytest.mark.process
 def test_sigterm_while_a_run_is_created_leaves_nothing(tmp_path: Path) -> None:
-    train, prepare = preparing(tmp_path)
-    train.terminate()
-    train.communicate(timeout=DEADLINE_S)
+    with preparing(tmp_path) as (train, prepare):
+        train.terminate()
+        train.communicate(timeout=DEADLINE_S)
     assert train.returncode == 128 + signal.SIGTERM
     # at the latest it notices by itself that its parent is gone
     wait_for(lambda: not alive(prepare), "the end of the preparation")
@@ -572,9 +577,8 @@ def test_sigterm_while_a_run_is_created_leaves_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.process
 def test_a_run_whose_creation_was_killed_is_resumed_or_taken_over(tmp_path: Path) -> None:
-    train, prepare = preparing(tmp_path)
-    train.kill()
-    train.communicate(timeout=DEADLINE_S)
+    with preparing(tmp_path) as (_, prepare):
+        pass  # is killed
     wait_for(lambda: not alive(prepare), "the end of the preparation")
     run_dir = tmp_path / "runs" / "cut"
     (run_dir / "policy").mkdir(exist_ok=True)

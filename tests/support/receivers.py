@@ -75,7 +75,6 @@ class Remote:
         self.process.wait()
         assert self.process.stdout is not None
         self.process.stdout.close()
-        assert not any(line.startswith("mixed") for line in self.seen), self.seen
 
     def _read(self) -> None:
         assert self.process.stdout is not None
@@ -99,6 +98,8 @@ def remotes(
     finally:
         for remote in started:
             remote.end()
+        for remote in started:
+            assert not any(line.startswith("mixed") for line in remote.seen), remote.seen
 
 
 def filled(step: int, numbers: int) -> dict[str, torch.Tensor]:

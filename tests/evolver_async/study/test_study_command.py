@@ -351,13 +351,17 @@ def test_an_interrupted_study_goes_on_where_it_was_and_lists_what_failed(
     )
     assert process.stdout is not None
     said = ""
-    while "[1/4] lr-5e-3-s0 finished" not in said:
-        said += process.stdout.readline() or pytest.fail(said)
-    wait_for(lambda: (out / "logs" / "lr-1e30-s0.log").exists(), "the second run")
-    study = psutil.Process(process.pid)  # it makes the log a moment before the process
-    children = wait_for(lambda: study.children(recursive=True), "its process")
-    process.send_signal(signal.SIGINT)
-    rest, _ = process.communicate(timeout=DEADLINE_S)
+    try:
+        while "[1/4] lr-5e-3-s0 finished" not in said:
+            said += process.stdout.readline() or pytest.fail(said)
+        wait_for(lambda: (out / "logs" / "lr-1e30-s0.log").exists(), "the second run")
+        study = psutil.Process(process.pid)  # it makes the log a moment before the process
+        children = wait_for(lambda: study.children(recursive=True), "its process")
+        process.send_signal(signal.SIGINT)
+        rest, _ = process.communicate(timeout=DEADLINE_S)
+    finally:
+        process.terminate()  # and its runs
+        process.communicate()
     assert process.returncode == 130, said + rest
     assert f"stopped; continue: evolver-async study --out {out}" in rest
     assert children and not any(map(alive, children)), "no run outlives the study"

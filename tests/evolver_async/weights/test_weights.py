@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from launches import DEADLINE_S
 from torch import Tensor
 
 from evolver_async.process import mounts
@@ -186,20 +187,22 @@ def test_a_reader_racing_with_a_fast_publisher_sees_whole_versions(tmp_path: Pat
     thread = threading.Thread(target=publish)
     thread.start()
     seen: set[int] = set()
-    deadline = time.monotonic() + 20
-    while len(seen) < 20 and time.monotonic() < deadline:
-        head = receiver.head()
-        if head is None:
-            continue
-        try:
-            tensors = receiver.fetch(head)
-        except WeightsGone:
-            continue
-        assert all(bool((tensor == head.step).all()) for tensor in tensors.values())
-        seen.add(head.step)
-    stop.set()
-    thread.join()
-    sender.close()
+    deadline = time.monotonic() + DEADLINE_S
+    try:
+        while len(seen) < 20 and time.monotonic() < deadline:
+            head = receiver.head()
+            if head is None:
+                continue
+            try:
+                tensors = receiver.fetch(head)
+            except WeightsGone:
+                continue
+            assert all(bool((tensor == head.step).all()) for tensor in tensors.values())
+            seen.add(head.step)
+    finally:
+        stop.set()
+        thread.join()
+        sender.close()
     assert len(seen) >= 20
 
 
