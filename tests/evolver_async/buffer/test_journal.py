@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
+from launches import DEADLINE_S
 
 from evolver_async.buffer.log.archive import archive_bytes
 from evolver_async.buffer.log.disk import DiskFull, SyncError
@@ -255,7 +256,7 @@ def test_what_the_configuration_says_of_the_archive():
 def _hold(directory, held, done):
     journal = Journal(directory, 1 << 20)
     held.set()
-    done.wait(30)
+    done.wait(DEADLINE_S)
     journal.close()
 
 
@@ -266,12 +267,12 @@ def test_a_journal_in_use_is_refused(tmp_path):
     process = context.Process(target=_hold, args=(tmp_path, held, done))
     process.start()
     try:
-        assert held.wait(30)
+        assert held.wait(DEADLINE_S)
         with pytest.raises(JournalError, match="in use by another process"):
             Journal(tmp_path, 1 << 20)
     finally:
         done.set()
-        process.join(30)
+        process.join(DEADLINE_S)
     Journal(tmp_path, 1 << 20).close()
 
 

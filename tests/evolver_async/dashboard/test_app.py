@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from launches import DEADLINE_S
 from reported_runs import MadeRun
 from textual.pilot import Pilot
 
@@ -22,7 +23,6 @@ from evolver_async.protocol import messages
 from evolver_async.protocol.failures import FailureTotal
 from evolver_async.watch.runs import end
 
-WAIT_S = 20.0
 SIZES = [(80, 24), (200, 60)]
 LAGS = {
     f"lag_{bucket}/{name}": value
@@ -71,7 +71,7 @@ def text_of(app: RunDashboard) -> str:
 async def shown(pilot: Pilot[None], *parts: str) -> str:
     """Wait until the terminal shows all of this; the last screen is the error without it."""
     assert isinstance(pilot.app, RunDashboard)
-    deadline = time.monotonic() + WAIT_S
+    deadline = time.monotonic() + DEADLINE_S
     while not all(part in (text := text_of(pilot.app)) for part in parts):
         missing = [part for part in parts if part not in text]
         assert time.monotonic() < deadline, f"{missing} not in\n{text}"

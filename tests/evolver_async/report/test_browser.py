@@ -46,7 +46,7 @@ def page(made: MadeRun) -> Path:
 
 
 def see(tab: Tab, expression: str, wanted: object) -> None:
-    wait_for(lambda: tab.evaluate(expression) == wanted, f"{expression} to be {wanted}", 20)
+    wait_for(lambda: tab.evaluate(expression) == wanted, f"{expression} to be {wanted}")
 
 
 def fill(tab: Tab, name: str, value: object) -> None:

@@ -85,7 +85,7 @@ def tab(tmp_path: Path) -> Iterator[Tab]:
 def test_a_browser_draws_the_page_and_runs_no_text_of_it(study: Study, tab: Tab) -> None:
     page = write_study(study)
     tab.open(page)
-    wait_for(lambda: tab.evaluate("document.body?.dataset.ready") == "yes", "the page", 60)
+    wait_for(lambda: tab.evaluate("document.body?.dataset.ready") == "yes", "the page")
     assert tab.evaluate("document.title").startswith("lags")
     count = "[...document.querySelectorAll('.figure')].filter(one => one.firstChild).length"
     assert tab.evaluate(count) == 8
