@@ -1,4 +1,4 @@
-"""A host of its own for a test: a network namespace behind a virtual cable."""
+"""What tests need of the network: IPv6, and a far host in a namespace behind a virtual cable."""
 
 import contextlib
 import os
@@ -7,6 +7,19 @@ import socket
 import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
+
+import pytest
+
+
+def _has_ipv6() -> bool:
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        return False
+    return True
+
+
+needs_ipv6 = pytest.mark.skipif(not _has_ipv6(), reason="this machine has no IPv6")
 
 
 def run(*command: str) -> bool:

@@ -21,6 +21,7 @@ import pytest
 import zmq
 from episodes import episode
 from msgspec import structs
+from network import needs_ipv6
 from virtual_time import virtually
 
 from evolver_async.protocol.envelope import LIMITS, Envelope, pack, unpack
@@ -705,11 +706,8 @@ def test_a_proxy_that_cuts_while_the_server_restarts_fails_no_request(
             assert isinstance(runner.run(during()), StatusReply)
 
 
+@needs_ipv6
 def test_an_ipv6_address_is_served(directory: Path) -> None:
-    try:
-        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
-    except OSError:
-        pytest.skip("this machine has no IPv6")
     for address in ("tcp://[::1]:*", "tcp://127.0.0.1:*"):
         with serving(Store(), address) as server, client(server.address) as dealer:
             assert server.address.rpartition(":")[0] == address.rpartition(":")[0]

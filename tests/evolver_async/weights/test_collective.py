@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from launches import fair_time, wait_for
+from network import needs_ipv6
 from receivers import filled, remotes
 
 from evolver_async.schema import WeightId
@@ -290,6 +291,7 @@ def test_a_learner_killed_in_the_middle_leaves_whole_weights_and_is_followed(
         learner.communicate()
 
 
+@needs_ipv6
 def test_an_ipv6_address_serves(
     publish_at: Callable[..., CollectivePublisher], receive: Callable[..., CollectiveReceiver]
 ) -> None:
