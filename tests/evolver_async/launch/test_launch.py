@@ -6,10 +6,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import pytest
-from launches import COMMAND, DEADLINE_S, Launch, alive, launching, wait_for
+from launches import COMMAND, DEADLINE_S, Launch, alive, is_step, launching, wait_for
 
 from evolver_async.checkpoint.directory import load_newest, valid
 from evolver_async.config import Config
@@ -54,39 +56,66 @@ def launch() -> Iterator[Callable[..., Launch]]:
         yield start
 
 
-def test_a_dead_actor_is_replaced_until_its_budget_is_spent(
-    recipe: Path, launch: Callable[..., Launch]
-) -> None:
+@dataclass
+class Ended:
+    """A run that has ended, and what was seen of it."""
+
+    run_dir: Path
+    first: dict[str, psutil.Process]
+    threads: str  # OMP_NUM_THREADS of the first actor-0
+    second: psutil.Process  # actor-0
+    line: list[str]  # its command
+    code: int
+    errors: str
+    said: str  # the last line of actor-0's log
+    steps: list[int]
+    kept: int  # the step of its newest checkpoint
+
+
+@pytest.fixture(scope="module")
+def ended(recipe: Path) -> Ended:
+    """The run whose actor-0 is killed twice, and which later tests resume."""
     run_dir = recipe.parent / "run"
-    run = launch(run_dir, recipe, "checkpoint.every=1000000")
-    run.wait_for_steps(1)
-    first = run.children()
-    assert set(first) == {"buffer", "learner", "actor-0", "actor-1"}
-    assert first["actor-0"].environ()["OMP_NUM_THREADS"] == "1"
-    first["actor-0"].kill()
-    second = wait_for(
-        lambda: (found := run.children().get("actor-0")) and found != first["actor-0"] and found,
-        "a new actor-0",
-    )
-    line = second.cmdline()
+    with launching() as launch:
+        run = launch(run_dir, recipe, "checkpoint.every=1000000")
+        run.wait_for_steps(1)
+        first = run.children()
+        threads = first["actor-0"].environ()["OMP_NUM_THREADS"]
+        first["actor-0"].kill()
+
+        def another() -> psutil.Process | None:
+            found = run.children().get("actor-0")
+            return None if found == first["actor-0"] else found
+
+        second = wait_for(another, "a new actor-0")
+        line = second.cmdline()
+        run.rows()
+        run.wait_for_steps(2)
+        second.kill()
+        code, errors = run.end()
+    steps = [row["step"] for row in Tail(run_dir / "metrics.jsonl").rows() if is_step(row)]
+    kept = valid(run_dir / "checkpoints")[-1][1].step
+    said = last_lines(run_dir / "logs" / "actor-0.log", 1)
+    return Ended(run_dir, first, threads, second, line, code, errors, said, steps, kept)
+
+
+def test_a_dead_actor_is_replaced_until_its_budget_is_spent(ended: Ended) -> None:
+    line, errors = ended.line, ended.errors
+    assert set(ended.first) == {"buffer", "learner", "actor-0", "actor-1"}
+    assert ended.threads == "1"
     assert line[line.index("--incarnation") + 1] == "1001"
-    run.rows()
-    run.wait_for_steps(2)
-    second.kill()
-    code, errors = run.end()
-    assert code == 1
+    assert ended.code == 1
     assert "actor-0 was killed by SIGKILL, restart 1 of 1" in errors
     assert "actor-0 was killed by SIGKILL and is not started again" in errors
-    assert last_lines(run_dir / "logs" / "actor-0.log", 1) in errors
-    steps = [row["step"] for row in Tail(run_dir / "metrics.jsonl").rows() if "stage_kind" in row]
-    assert valid(run_dir / "checkpoints")[-1][1].step == steps[-1], "a last one was written"
-    assert not any(alive(child) for child in [*first.values(), second])
+    assert ended.said in errors
+    assert ended.kept == ended.steps[-1], "a last one was written"
+    assert not any(alive(child) for child in [*ended.first.values(), ended.second])
 
 
 def test_sigterm_leaves_a_checkpoint_and_nothing_else(
-    recipe: Path, launch: Callable[..., Launch]
+    ended: Ended, launch: Callable[..., Launch]
 ) -> None:
-    run_dir = recipe.parent / "run"
+    run_dir = ended.run_dir
     before = valid(run_dir / "checkpoints")[-1][1].step
     run = launch(run_dir, "--resume", run_dir)
     run.wait_for_steps(2)
@@ -103,9 +132,9 @@ def test_sigterm_leaves_a_checkpoint_and_nothing_else(
 
 
 def test_a_killed_launcher_takes_its_processes_along(
-    recipe: Path, launch: Callable[..., Launch]
+    ended: Ended, launch: Callable[..., Launch]
 ) -> None:
-    run_dir = recipe.parent / "run"
+    run_dir = ended.run_dir
     run = launch(run_dir, "--resume", run_dir)
     children = wait_for(lambda: len(found := run.children()) == 4 and found, "all processes")
     run.process.kill()
