@@ -253,3 +253,15 @@ RECIPES = sorted({*CONFIGS.rglob("*.yaml")} - {*CONFIGS.glob("studies/*")})
 def test_every_recipe_loads_and_is_short(recipe: Path) -> None:
     load(recipe)
     assert len(recipe.read_text().splitlines()) <= 40
+
+
+GPU_METHODS = ("dapo", "grpo_roc", "retool", "starpo_s", "webshop")
+
+
+@pytest.mark.parametrize("name", ["agentevolver_7b", *(f"gpu/{name}" for name in GPU_METHODS)])
+def test_recipes_of_published_runs_keep_the_optimizer_of_these(name: str) -> None:
+    config = load(CONFIGS / f"{name}.yaml")
+    for index in range(len(config.stages)):
+        learner = stage_config(config, index).learner
+        assert (learner.lr, learner.decay) == (1e-6, "none")
+        assert (learner.betas, learner.grad_clip) == ([0.9, 0.999], 1.0)
