@@ -46,6 +46,7 @@ class ActorComponents:
     reflector: Reflector | None = None
     failures: FailureCounts = field(default_factory=FailureCounts)  # theirs and the episodes'
     reward_terms: dict[str, RewardTerm] = field(default_factory=dict)
+    has_read: bool = False  # some turn of the policy
 
     def counters(self) -> dict[str, float]:
         """Collect the counters of all components by metric name."""
@@ -109,12 +110,16 @@ class TicketPostprocessing:
     def note_unread(self, agent: str) -> None:
         """Count a group without a readable turn as a failure of the policy.
 
-        A single member of a repeated attempt does not count: it may well be unreadable.
+        A single member may well be unreadable: it does not count in a repeated attempt, nor after a
+        group of this actor that could be read.
         """
         ticket, begun = self.ticket, self.begun
-        if ticket.kind != "rollout" or (len(begun) == 1 and ticket.attempt > 0):
+        if ticket.kind != "rollout" or not begun:
             return
-        if error := unread([one.trajectory for one in begun], self.setting.chat):
+        error = unread([one.trajectory for one in begun], self.setting.chat)
+        if not error:
+            self.components.has_read = True
+        elif len(begun) > 1 or not (ticket.attempt or self.components.has_read):
             log.warning("group %d: %s", ticket.group_id, error)
             name = (
                 f"rollout.agent={agent}" if agent else f"rollout.format={self.setting.format_name}"

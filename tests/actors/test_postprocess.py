@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 from msgspec.structs import replace
+from rollouts import CHAT
 from workers import Buffer, Walker, granted, run, version
 
+from actors.engines.base import Generation, Request
 from actors.failures import FailureCounts
 from actors.judge.audit import AuditedJudge
 from actors.judge.factory import make_judge, timeout_s_of
@@ -19,7 +21,7 @@ from actors.rollout.group import run_group
 from evolver_async.config import Config, ConfigError, JudgeConfig
 from evolver_async.protocol import messages, trajectories
 from evolver_async.protocol.transcripts import Turn
-from evolver_async.schema import Task
+from evolver_async.schema import Task, TurnFlag
 
 __all__ = ["run"]  # the fixture
 
@@ -290,6 +292,35 @@ def test_no_evaluation_waits_for_an_endpoint_that_explores(run: Callable[..., No
     buffer = Buffer((0.0, granted({"kind": "explore"})), (1.0, evaluation))
     run(buffer, Walker(), 60.0, ActorComponents(questioner=Slow()), questioning="llm")  # type: ignore[arg-type]
     assert [push.trajectory.group_id for push in buffer.seen(messages.Push)] == [1, 1]
+
+
+class Mumbler(Walker):
+    """Walks right for `readable` turns, then writes nothing that can be read."""
+
+    def __init__(self, readable: int) -> None:
+        super().__init__()
+        self.readable = readable
+
+    async def generate(self, request: Request) -> Generation:
+        generation = await super().generate(request)
+        if len(self.requests) <= self.readable:
+            return generation
+        tokens = CHAT.tokens_of("mumble")
+        weights = generation.weights[:1] * len(tokens)
+        return Generation(tokens=tokens, logprobs=[-1.0] * len(tokens), weights=weights)
+
+
+@pytest.mark.parametrize("readable, failures", [(3, 0), (0, 1)])
+def test_an_unreadable_group_of_one_is_a_failure_only_where_nothing_was_read(
+    run: Callable[..., None], readable: int, failures: int
+) -> None:
+    groups = [granted({"group_id": number, "members": [0]}) for number in range(2)]
+    buffer, components = Buffer((0.0, groups[0]), (5.0, groups[1])), ActorComponents()
+    run(buffer, Mumbler(readable), 60.0, components, groups=1)
+    first, second = (push.trajectory for push in buffer.seen(messages.Push))
+    assert all(second.turn_flags & TurnFlag.FORMAT_ERROR)
+    assert any(first.turn_flags & TurnFlag.FORMAT_ERROR) == (readable == 0)
+    assert len(components.failures.totals()) == failures
 
 
 def test_a_failing_reward_term_is_named_as_such(run: Callable[..., None]) -> None:
