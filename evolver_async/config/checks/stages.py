@@ -9,6 +9,8 @@ from evolver_async.config.values.rules import check_plain
 ENTROPY = ("entropy_top_k",)  # the key of `loss` that supervised stages read: entropy is measured
 PREFERENCES = (*ENTROPY, "dpo_beta", "dpo_nll_coef")  # those that a dpo stage reads
 OF_RL = ("advantage", "correction", "critic")
+REFILLS = ("kind", "max_refills", "max_empty")  # the keys of `selection` that a dpo stage reads
+PAIRED = ("all", "dynamic")  # and its kinds
 
 
 def stages(config: Config) -> Iterator[tuple[str, str]]:
@@ -57,13 +59,18 @@ def limits(config: Config, index: int) -> Iterator[tuple[str, str]]:
 def _without_effect(stage: StageConfig) -> Iterator[tuple[str, str]]:
     """Refuse keys of an override that a stage of this kind does not read.
 
-    A dpo stage reads `selection`: its groups can be refilled, and its empty steps end the run.
+    A dpo stage pairs members of every group: of `selection` it reads that groups without spread
+    are refilled, and how many empty steps end the run.
     """
     if stage.kind == "rl":
         return
     read, why = ENTROPY, f"a stage of kind {stage.kind} has no policy loss"
     if stage.kind == "dpo":
         read, why = PREFERENCES, "a dpo stage compares pairs by a loss of its own"
+        for name, value in stage.override.get("selection", {}).items():
+            if name not in REFILLS or (name == "kind" and value not in PAIRED):
+                pairs = "a dpo stage makes a pair of every group: all, or dynamic"
+                yield f"selection.{name}", f"has no effect: {pairs}"
     for section in OF_RL:
         for name in stage.override.get(section, {}):
             yield f"{section}.{name}", f"has no effect: {why}"

@@ -152,6 +152,8 @@ from learner.data.selection import spread
                 ("advantage", "kind", "rloo"),
                 ("correction", "w_max", 3),
                 ("critic", "lr", 0.1),
+                ("selection", "kind", "spread"),
+                ("selection", "keep", 0.25),
             )
         ),
         (["stages=[{kind: reflect, steps: 1, alternatives: 0}]"], "stages[0].alternatives: "),
