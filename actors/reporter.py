@@ -23,14 +23,19 @@ class Reporter:
     engine: Engine
     components: ActorComponents
     arrival: ArrivalCheck
+    ended: asyncio.Event = field(default_factory=asyncio.Event)  # a ticket
     _generated: int = 0  # as last reported
     _gauges: dict[str, float] = field(default_factory=dict)  # not sent yet
     _service_failures: Counter[str] = field(default_factory=Counter)
 
     async def run(self) -> None:
-        """Report failures as they occur, at most every REPORT_S, and gauges every PERIOD_S."""
+        """Report failures as they occur, at most every REPORT_S, and gauges every PERIOD_S.
+
+        In a serial run all actors are one process, which has gauges. Its clock hardly moves, so the
+        counters follow every ticket.
+        """
         if getattr(asyncio.get_running_loop(), "virtual", False):
-            await self._report_failures()  # all actors are one process there, which has gauges
+            await asyncio.gather(self._report_failures(), self._report_tickets())
         else:
             await asyncio.gather(self._report_failures(), self._report_gauges())
 
@@ -39,6 +44,12 @@ class Reporter:
             await self.components.failures.noted.wait()
             await self.send(None)
             await asyncio.sleep(REPORT_S)
+
+    async def _report_tickets(self) -> None:
+        while True:
+            await self.ended.wait()
+            self.ended.clear()
+            await self.send(None)
 
     async def _report_gauges(self) -> None:
         gauges, pause_s = ProcessGauges(), FIRST_S

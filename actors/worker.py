@@ -210,6 +210,7 @@ class Worker:
             self.fenced.discard(_id(ticket))
             failed = reason in messages.LOSING and not outbox.delivered
             await self.backoff.after(len(ticket.members), failed)
+            self.reporter.ended.set()
             await self.notify()
 
     async def play(self, ticket: Ticket, progress: TicketProgress, outbox: Outbox) -> None:

@@ -57,6 +57,13 @@ def test_every_turn_that_trains_is_judged(evolved: Finished) -> None:
     assert any(0 < share < 1 for share in evolved.rl("judge/good_share"))
 
 
+def test_the_actors_counters_are_in_the_rows_of_a_serial_run(evolved: Finished) -> None:
+    for name in ("judge/labelled", "questioning/accepted", "experience/unguided"):
+        totals = [row[name] for row in evolved.rows if name in row]
+        assert len(totals) > 1 and totals == sorted(totals), name
+    assert evolved.rl("judge/labelled")[-1] > 0 and evolved.rl("questioning/accepted")[-1] > 0
+
+
 def test_experience_is_found_used_and_stripped(evolved: Finished) -> None:
     assert evolved.rl("experience/pool_size")[-1] > 0
     assert any(share > 0 for share in evolved.rl("experience/retrieved_share"))
