@@ -265,3 +265,11 @@ def test_recipes_of_published_runs_keep_the_optimizer_of_these(name: str) -> Non
         learner = stage_config(config, index).learner
         assert (learner.lr, learner.decay) == (1e-6, "none")
         assert (learner.betas, learner.grad_clip) == ([0.9, 0.999], 1.0)
+
+
+@pytest.mark.parametrize("name, kept", [("starpo_s", 0.25), ("webshop", 1.0)])
+def test_starpo_s_plays_128_episodes_a_step_and_trains_them_by_32(name: str, kept: float) -> None:
+    config = load(CONFIGS / "gpu" / f"{name}.yaml")
+    episodes = config.rollout.group_size * config.learner.groups_per_step
+    assert episodes == 128
+    assert kept * episodes / config.learner.minibatches == 32
