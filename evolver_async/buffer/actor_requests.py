@@ -74,7 +74,7 @@ class ActorRequests:
             return Ok()
         self.weights.note(peer, request, now)
         room = request.credit
-        held = self.activity.peers[peer].held
+        held = self.weights.held(peer)
         fresh = self.store.replay.room(held) if room >= self.store.replay.numbers.group_size else 0
         if fresh and not self._obstacle():
             asking = {peer, *self.activity.asking(now, self.config.buffer.lease_s)}
@@ -215,7 +215,7 @@ class ActorRequests:
 
     def _new(self, peer: str, room: int) -> Ticket | None:
         numbers = self.store.replay.numbers
-        held = self.activity.peers[peer].held
+        held = self.weights.held(peer)
         if numbers.group_size > room or not self.store.replay.room(held) or self._obstacle():
             return None
         queued = self._queued()

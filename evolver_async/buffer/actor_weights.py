@@ -1,6 +1,7 @@
 """Weights that actors have and may play with, from their own reports.
 
-An actor gets no ticket that demands weights which it has not held (of an evaluation: cannot fetch).
+An actor gets no ticket that demands weights which it has not held (of an evaluation, and of the
+first ones of a stage that it holds back by a lag: cannot fetch).
 So it never waits for a publish with a ticket in hand.
 """
 
@@ -39,7 +40,21 @@ class ActorWeights:
         """The oldest weights with which this actor may play groups of `kind` now."""
         if kind in SCRIPTED:
             return None
-        return self.store.replay.demanded(self.activity.peers[peer].held)
+        return self.store.replay.demanded(self.held(peer))
+
+    def held(self, peer: str) -> WeightId | None:
+        """The newest weights that this actor has held, or could hold at once.
+
+        With a lag it holds back those that the stage began with until there are newer ones, which
+        are not made before it plays: a ticket tells it to load them.
+        """
+        held, replay = self.activity.peers[peer].held, self.store.replay
+        head = replay.at.head
+        if held is None or head is None or head.lineage != held.lineage:
+            return held
+        began = WeightId(lineage=head.lineage, step=min(replay.at.floor, head.step))
+        loads = replay.numbers.weight_lag > 0 and self.seen_by(peer, began)
+        return max(held, began) if loads else held
 
     def allow(self, peer: str, held: HeldGroup, weights: WeightId | None) -> bool:
         """True if this actor may play members of the group again, with `weights` or newer ones.

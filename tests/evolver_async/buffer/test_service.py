@@ -222,6 +222,19 @@ def test_tickets_carry_the_oldest_weights_that_will_do(tmp_path):
     assert ticket.kind == "rollout" and ticket.members == [0, 1]
 
 
+def test_an_actor_with_a_lag_gets_the_weights_that_its_stage_began_with(tmp_path):
+    """There are no newer ones before it plays, and without newer ones it holds these back."""
+    world = World(tmp_path, config(stages=["rl", "rl"], max_staleness=2, weight_lag=1))
+    world.resume()
+    learn(world, 0)
+    assert world.sample(1, stage=1) == []  # the switch
+    unseen = messages.Lease(credit=2, weights=weights(0), visible=weights(0))
+    assert isinstance(world.one("actor-0", unseen), messages.Wait)
+    reply = world.one("actor-0", messages.Lease(credit=2, weights=weights(0), visible=weights(1)))
+    assert isinstance(reply, messages.Tickets)
+    assert [ticket.weights for ticket in reply.tickets] == [weights(1)]
+
+
 def test_an_expired_lease_is_reissued_for_its_missing_members_only(world):
     (ticket,) = world.lease()
     world.push(ticket, 0)
