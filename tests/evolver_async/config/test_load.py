@@ -273,3 +273,9 @@ def test_starpo_s_plays_128_episodes_a_step_and_trains_them_by_32(name: str, kep
     episodes = config.rollout.group_size * config.learner.groups_per_step
     assert episodes == 128
     assert kept * episodes / config.learner.minibatches == 32
+
+
+def test_the_recipe_of_process_rewards_has_several_turns() -> None:
+    """A single turn has the reward of its whole episode: the estimator would be that of `grpo`."""
+    config = load(CONFIGS / "deepseekmath_grpo.yaml")
+    assert config.advantage.kind == "grpo_process" and config.rollout.max_turns > 1

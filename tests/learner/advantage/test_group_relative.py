@@ -296,6 +296,16 @@ def test_reinforce_moves_its_baseline():
     assert baseline == pytest.approx(0.9 * 0.5 + 0.1 * 2.0)
 
 
+@pytest.mark.parametrize("std", STDS)
+def test_grpo_process_of_single_turns_is_grpo(std: str) -> None:
+    groups: Groups = [
+        [(r, [(r, 0)]) for r in rewards] for rewards in ([1.0, 0.0, -0.1], [1.0, 0.0])
+    ]
+    rewards = rewards_of(groups)
+    outcome_P = standardised(rewards.reward_P, rewards.group_P, std=std)
+    np.testing.assert_array_equal(grpo_process(rewards, std=std), outcome_P)
+
+
 @pytest.mark.parametrize("kind", ["grpo", "grpo_process", "adca", "rloo", "reinforce"])
 def test_every_estimator_gives_every_turn_one_advantage(kind):
     groups = [[(0.0, [(0.5, 1), (0.0, -1)]), (1.0, [(0.25, 1)]), (1.0, [])]]
