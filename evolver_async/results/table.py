@@ -23,9 +23,10 @@ class MetricTable:
         made, further = MetricTable([]), MetricTable(rows)
         made.rows = [*self.rows, *rows]
         made.names = list(dict.fromkeys((*self.names, *further.names)))
+        # A copy, because another thread can draw this table and ask for a column meanwhile.
         made._columns = {
             name: np.concatenate([column, _column(rows, name)])
-            for name, column in self._columns.items()
+            for name, column in self._columns.copy().items()
         }
         return made
 

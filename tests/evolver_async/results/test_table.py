@@ -1,8 +1,12 @@
 """Columns of metrics are arrays over the rows, with NaN where a row has no number."""
 
+from collections.abc import Sequence
+from typing import Any
+
 import numpy as np
 import pytest
 
+from evolver_async.results import table as table_module
 from evolver_async.results.table import MetricTable
 
 
@@ -31,3 +35,20 @@ def test_a_table_grows_as_if_it_were_made_anew() -> None:
     assert (grown.rows, grown.names, len(table)) == (whole.rows, whole.names, 2)
     for name in whole.names:
         np.testing.assert_array_equal(grown[name], whole[name])
+
+
+def test_a_table_that_grows_can_be_asked_for_a_column(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The views are drawn while another thread reads the files."""
+    rows = [{"step": 1, "loss": 0.5, "reward": 1.0}, {"step": 2, "loss": 0.25, "reward": 0.0}]
+    table, whole = MetricTable(rows[:1]), table_module._column
+    np.testing.assert_array_equal(table["loss"] * table["step"], [0.5])
+
+    def drawing(some: Sequence[dict[str, Any]], name: str) -> np.ndarray:
+        monkeypatch.setattr(table_module, "_column", whole)
+        table["reward"]
+        return whole(some, name)
+
+    monkeypatch.setattr(table_module, "_column", drawing)
+    grown = table.extended(rows[1:])
+    np.testing.assert_array_equal(grown["loss"], [0.5, 0.25])
+    np.testing.assert_array_equal(grown["reward"], [1.0, 0.0])
