@@ -3,6 +3,7 @@
 Pure but for rich's objects; `live.py` reads the file, asks the buffer and prints.
 """
 
+import bisect
 import contextlib
 import math
 from collections import deque
@@ -66,14 +67,12 @@ class View:
     def feed(self, row: dict[str, Any]) -> str | None:
         """Add a row. Return the line to print for it, None if it needs none."""
         new = key_of(row)
-        if new.kind != "take" or new.lineage != self.row.get("lineage"):
-            self._leave(new)  # of the steps of a lineage only the first one can go back
+        self._leave(new)
         if "eval/success" in row:
             for name, value in eval_sets_of(row):
                 if name not in self.eval_sets or new.step >= self.eval_sets[name][0].step:
                     self.eval_sets[name] = new, value
-            self.evaluations.append((new, row))
-            self.evaluations.sort(key=lambda one: one[0].step)  # an earlier one can end later
+            bisect.insort(self.evaluations, (new, row), key=_step)  # an earlier one can end later
             return (
                 f"step {row['step']}  eval success {number(row['eval/success'])}"
                 f" over {played(row)}{self._exact_values(row)}"
@@ -95,11 +94,18 @@ class View:
         return self.line()
 
     def _leave(self, new: RowKey) -> None:
-        """Drop the evaluations that a row supersedes; sets show the newest of those before."""
-        kept = [one for one in self.evaluations if not supersedes(new, one[0])]
-        if len(kept) < len(self.evaluations):
-            self.evaluations = kept
-            sets = ((key, *one) for key, row in kept for one in eval_sets_of(row))
+        """Drop the evaluations that a row supersedes; sets show the newest of those before.
+
+        No row supersedes one of a smaller step, and only a step supersedes those of larger ones.
+        """
+        begin = bisect.bisect_left(self.evaluations, new.step, key=_step)
+        end = bisect.bisect_right(self.evaluations, new.step, begin, key=_step)
+        place = slice(begin, None if new.kind == "take" else end)
+        compared = self.evaluations[place]
+        kept = [one for one in compared if not supersedes(new, one[0])]
+        if len(kept) < len(compared):
+            self.evaluations[place] = kept
+            sets = ((key, *one) for key, row in self.evaluations for one in eval_sets_of(row))
             self.eval_sets = {name: (key, text) for key, name, text in sets}
 
     @property
@@ -230,6 +236,10 @@ class View:
         if values is None:
             return ""
         return " (random policy {random:.3f}, optimal {optimal:.3f})".format_map(values)
+
+
+def _step(evaluation: tuple[RowKey, dict[str, Any]]) -> int:
+    return evaluation[0].step
 
 
 class _Numbers(dict[str, Any]):

@@ -267,8 +267,8 @@ def test_a_run_that_goes_back_shows_the_sets_of_the_evaluation_before() -> None:
     assert view.evals == [0.25] and "eval swapped  avg@1 0.250 (1 distinct)" in text_of(view)
 
 
-def test_a_step_is_not_compared_with_all_evaluations(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A panel of a long run reads some 100,000 steps and 1,000 evaluations when it begins."""
+def test_a_row_is_not_compared_with_all_evaluations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A panel of a long run reads some 100,000 steps and 5,000 evaluations when it begins."""
     compared: list[RowKey] = []
 
     def counted(new: RowKey, old: RowKey) -> bool:
@@ -281,7 +281,11 @@ def test_a_step_is_not_compared_with_all_evaluations(monkeypatch: pytest.MonkeyP
         view.feed(row(step, float(step)))
         if step % 10 == 0:
             view.feed({"step": step, "lineage": 1, "eval/success": 0.5, **PLAYED})
-    assert len(view.evals) == 99 and "take" not in {one.kind for one in compared}
+    assert len(view.evals) == 99 and not compared
+    view.feed({"step": 980, "lineage": 2, "eval/success": 0.25, **PLAYED})
+    assert view.evals == [*[0.5] * 97, 0.25, 0.5] and len(compared) == 1
+    view.feed(row(981, 999.0) | {"lineage": 2})
+    assert len(view.evals) == 98 and len(compared) == 2
 
 
 def test_an_alarm_is_printed_when_it_begins_and_shown_while_it_fires() -> None:
