@@ -50,8 +50,9 @@ def points(title: str, axis: str, values: Sequence[str], curves: Sequence[StudyC
             "place", "mean", source=source, color=color, size=8, legend_label=curve.label
         )
         if any(one.half for one in curve.values):
+            known = _source(_with_intervals(curve), shift)
             made.add_layout(
-                Whisker(base="place", lower="low", upper="high", source=source, line_color=color)
+                Whisker(base="place", lower="low", upper="high", source=known, line_color=color)
             )
         tips = [(axis, "@name"), (curve.label, "@shown")]
         made.add_tools(HoverTool(renderers=[dots], tooltips=tips))
@@ -82,6 +83,13 @@ def _source(curve: StudyCurve, shift: float = 0.0, names: Sequence[str] = ()) ->
     if names:
         data["name"] = [names[int(place)] for place in curve.places]
     return ColumnDataSource(data)
+
+
+def _with_intervals(curve: StudyCurve) -> StudyCurve:
+    """Return the part of a curve whose means are those of several seeds."""
+    pairs = zip(curve.places, curve.values, strict=True)
+    known = [(place, one) for place, one in pairs if one.half is not None]
+    return StudyCurve(curve.label, [place for place, _ in known], [one for _, one in known])
 
 
 def _shown(one: Interval) -> str:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from bokeh.models import ColumnDataSource
+from bokeh.models import ColumnDataSource, Whisker
 from browser import EXECUTABLE, Tab, browsing
 from launches import wait_for
 from studies import made_study, run_of, write_run
@@ -59,6 +59,16 @@ def test_a_single_seed_has_no_interval(tmp_path: Path) -> None:
     for figure in (*curves.figures, *finals.figures, *data.figures):
         for source in {id(one): one for one in figure.select({"type": ColumnDataSource})}.values():
             assert source.data["shown"] == [f"{mean:.3f}" for mean in source.data["mean"]]
+
+
+def test_a_single_seed_has_no_whisker_beside_cells_of_several(study: Study) -> None:
+    _, _, finals, _, _ = study_sections(study, results_of(study))
+    places = []
+    for whisker in (one for figure in finals.figures for one in figure.select({"type": Whisker})):
+        drawn = whisker.source.data
+        assert all(low < high for low, high in zip(drawn["low"], drawn["high"], strict=True))
+        places.append(len(drawn["place"]))
+    assert sorted(places) == [1, 1, 2, 2], "one cell of the four has a single finished seed"
 
 
 def test_a_study_without_finished_runs_has_a_page_too(tmp_path: Path) -> None:
