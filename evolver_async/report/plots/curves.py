@@ -1,4 +1,7 @@
-"""Curves over the learner's steps, on two shared sources: steps and evaluations."""
+"""Curves over the learner's steps, on two shared sources: steps and evaluations.
+
+A metric of few steps of a long run has a source of its own.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
