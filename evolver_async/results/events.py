@@ -93,6 +93,8 @@ def _rises(steps: MetricTable) -> list[RunEvent]:
     for row in steps:
         for name, kind in kinds.items():
             if (value := row.get(name)) is None:
+                if name.startswith("failures/"):  # a buffer that counts from 0 has none yet
+                    counts.pop(name, None)
                 continue
             before = 0.0 if name.startswith("supervision") else counts.get(name, 0.0)
             counts[name] = value

@@ -76,3 +76,9 @@ def test_failures_of_a_resumed_run_are_counted_from_0() -> None:
     rows = [row(1, **{"failures/agent": 5.0}), row(2, 2, **{"failures/agent": 2.0})]
     texts = [one.text for one in events(rows, MetricTable(rows)) if one.kind == "failure"]
     assert texts == ["failures/agent: +5", "failures/agent: +2"]
+
+
+def test_as_many_failures_after_a_resume_as_before_are_listed() -> None:
+    rows = [row(1, **{"failures/agent": 1.0}), row(2, 2), row(3, 2, **{"failures/agent": 1.0})]
+    found = events(rows, MetricTable(rows))
+    assert [one.step for one in found if one.text == "failures/agent: +1"] == [1, 3]
