@@ -128,6 +128,8 @@ def owner_of(directory: Path) -> dict[str, str | int]:
 def _sweep(directory: Path) -> None:
     """Remove a directory of this user, unless it is locked, or young and without owner."""
     owner = owner_of(directory)
+    if not owner and _is_young(directory):
+        return  # somebody may be about to lock it
     words = "%s: is not removed, as it cannot be locked (%s); its owner is on host %s"
     if _is_elsewhere(owner) and mount_of(directory.lstat().st_dev).locks_are_local:
         log.warning(words, directory, "locks of other hosts may not be seen here", owner["host"])
@@ -141,10 +143,14 @@ def _sweep(directory: Path) -> None:
     except OSError as error:
         log.warning(words, directory, error, owner.get("host", "unknown"))
         return
-    if owner or time.time() - directory.lstat().st_mtime > YOUNG_S:
+    if owner or not _is_young(directory):
         _remove(directory)
     if lock is not None:
         os.close(lock)
+
+
+def _is_young(directory: Path) -> bool:
+    return time.time() - directory.lstat().st_mtime <= YOUNG_S
 
 
 def _is_elsewhere(owner: dict[str, str | int]) -> bool:

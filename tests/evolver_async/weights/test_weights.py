@@ -19,7 +19,7 @@ from launches import DEADLINE_S
 from torch import Tensor
 
 from evolver_async.process import mounts
-from evolver_async.process.private_directories import OWNER, PREFIX, claim, owned, sweep
+from evolver_async.process.private_directories import LOCK, OWNER, PREFIX, claim, owned, sweep
 from evolver_async.schema import WeightId
 from evolver_async.weights.channel.base import WeightsCorrupt, WeightsGone
 from evolver_async.weights.channel.snapshot import WeightSnapshot
@@ -369,6 +369,21 @@ def test_own_garbage_is_swept(tmp_path: Path, content: str) -> None:
         aged(path)
     sweep(tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_directory_is_not_locked_while_somebody_may_be_about_to_claim_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = tmp_path / f"{PREFIX}young"
+    directory.mkdir(mode=0o700)
+    (directory / LOCK).touch()
+
+    def flock(*_: object) -> None:
+        pytest.fail("a claim at this moment would find the lock taken, and no owner")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    sweep(tmp_path)
+    assert directory.exists()
 
 
 def test_directories_of_other_use_are_not_swept(tmp_path: Path) -> None:
