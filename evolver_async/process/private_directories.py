@@ -49,10 +49,7 @@ class Claim:
         if self.owner:
             _remove(self.directory)
         else:
-            with suppress(FileNotFoundError):
-                for path in self.directory.iterdir():
-                    if path.name not in (OWNER, LOCK):
-                        path.unlink(missing_ok=True)
+            _empty(self.directory)
         self.release()
 
     def release(self) -> None:
@@ -183,6 +180,12 @@ def _is_claimed(directory: Path) -> bool:
 
 def _remove(directory: Path) -> None:
     """Remove a directory, `owner.json` last: a later sweep recognizes the rest by it."""
+    _empty(directory)
+    shutil.rmtree(directory, ignore_errors=True)
+
+
+def _empty(directory: Path) -> None:
+    """Remove what a directory holds beside the files of its owner."""
     with suppress(FileNotFoundError):
         for path in directory.iterdir():
             if path.name in (OWNER, LOCK):
@@ -192,7 +195,6 @@ def _remove(directory: Path) -> None:
             else:
                 with suppress(OSError):
                     path.unlink()
-        shutil.rmtree(directory, ignore_errors=True)
 
 
 def _lock(path: Path, flags: int = 0) -> int:

@@ -11,9 +11,9 @@ import pytest
 from ipc_memory import Files, check_killed, check_race, check_versions, version
 from torch import Tensor
 
-from evolver_async.process.private_directories import claim
+from evolver_async.process.private_directories import LOCK, OWNER, claim
 from evolver_async.weights.channel.base import WeightsGone
-from evolver_async.weights.cuda_ipc import IpcReceiver
+from evolver_async.weights.cuda_ipc import IpcPublisher, IpcReceiver
 
 pytestmark = pytest.mark.process
 
@@ -61,6 +61,16 @@ def test_weights_of_a_learner_that_has_died_are_gone_while_its_launcher_lives(
         learner.wait()
     with pytest.raises(WeightsGone, match=r"has died: .*invalid resource handle"):
         receiver.fetch(version(1))
+    launcher.remove()
+    assert not (tmp_path / "w").exists()
+
+
+def test_a_publisher_can_end_while_its_predecessor_still_dies(tmp_path: Path) -> None:
+    launcher = claim(tmp_path / "w")
+    dying, publisher = (IpcPublisher(tmp_path / "w", Files()) for _ in range(2))
+    publisher.close()
+    assert {path.name for path in (tmp_path / "w").iterdir()} == {LOCK, OWNER}
+    dying.close()
     launcher.remove()
     assert not (tmp_path / "w").exists()
 
