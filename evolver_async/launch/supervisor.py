@@ -149,15 +149,16 @@ class Supervisor:
         if code is None:
             self.move(child)
             return None
-        if child.due is None and (child.moves or any(map(self.spawner.lost, child.processes))):
+        if child.due is not None and now < child.due:
+            return None
+        if child.moves or any(map(self.spawner.lost, child.processes)):
             if self.spawner.bound(child.role):
                 raise RunFailed(f"{child.name} is lost with its node, and has no other place", 1)
             left = "has left a node that is drained" if child.moves else "is lost with its node"
             log.warning("%s %s, and starts on another", child.name, left)
             return self.restart(child, now)
         if child.due is not None:
-            if now >= child.due:
-                self.restart(child, now)
+            self.restart(child, now)
         elif child.role == "experience" and not self.may_restart(child, code, now):
             text = f"{child.name} {ending(code)} and is not started again; episodes go unguided"
             text += f" from now on: {self.spawner.last_error(child)}"

@@ -133,6 +133,18 @@ def test_the_run_ends_where_the_node_of_its_buffer_is_lost(supervisor: Superviso
         after(supervisor, buffer)
 
 
+def test_the_run_ends_where_a_node_is_lost_before_its_process_is_started_again(
+    supervisor: Supervisor,
+) -> None:
+    supervisor.config.launch.restarts = 1
+    buffer = supervisor.add("buffer", "buffer")
+    buffer.process.kill()
+    assert after(supervisor, buffer).poll() is not None and buffer.due is not None
+    supervisor.spawner.gone = ("buffer",)
+    with pytest.raises(RunFailed, match="buffer is lost with its node, and has no other place"):
+        supervisor.supervise(buffer, buffer.due)
+
+
 def test_no_actor_is_started_after_a_signal(supervisor: Supervisor) -> None:
     supervisor.spawner.started = lambda: supervisor.signals.append(signal.SIGINT)
     supervisor.scale(time.monotonic())
