@@ -159,6 +159,13 @@ def test_a_learner_runs_on_the_node_at_which_it_publishes(
     assert spawner.bound("buffer") and not spawner.bound("actor")
 
 
+def test_a_learner_that_asks_for_nothing_takes_nothing_from_its_node(tmp_path: Path) -> None:
+    config = load(None, ["launch={kind: ray, ray: {learner_cpus: 0}}", "stages=[{steps: 1}]"])
+    spawner = RaySpawner(config, tmp_path, "ipc:///none", "0" * 56, "1" * 56)
+    assert spawner._strategy("learner", 0).node_id == "1" * 56
+    assert spawner.group is None  # the least CPU is too much where there is none, or actors need it
+
+
 def test_what_killed_processes_leave_on_a_node_is_removed_by_the_next_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -93,8 +93,9 @@ class RaySpawner(Spawner):
     def _strategy(self, role: str, rank: int) -> Any:
         if role == "actor":
             return "SPREAD" if self.config.launch.ray.strategy == "spread" else "DEFAULT"
-        if role != "learner":
-            return NodeAffinitySchedulingStrategy(self.home, soft=False)
+        node = self.learner_home if role == "learner" else self.home
+        if role != "learner" or (node and not any(self.resources(role))):  # nothing to reserve
+            return NodeAffinitySchedulingStrategy(node, soft=False)
         if rank == 0:
             self._reserve()
         return PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=rank)
