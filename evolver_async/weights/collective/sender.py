@@ -89,10 +89,10 @@ class BroadcastSender:
         if self.due():
             self._again_at = math.inf
             self._abandon_group()
-            if self._unreachable:  # a group with them would fail, which NCCL sees late
-                self._members |= self._unreachable
-                self._unreachable.clear()
-                self._leave_out_unreachable()
+            again, self._unreachable = self._unreachable, {}
+            self._members |= again
+            if again:  # a group with them would fail, which NCCL sees late
+                self._leave_out_unreachable(again)
         for _ in range(ATTEMPTS):
             if self.closing():
                 return
@@ -108,7 +108,7 @@ class BroadcastSender:
                 apart = self._group is None or not self._group.connected
                 self._abandon_group()
                 if apart:
-                    self._leave_out_unreachable()
+                    self._leave_out_unreachable(self._members)
         again = f"they are tried again in {PAUSE_S:g} s"
         log.error("weights %s are given up after %d attempts; %s", head, ATTEMPTS, again)
         self._again_at = time.monotonic() + PAUSE_S
@@ -156,14 +156,14 @@ class BroadcastSender:
             deadline_s=self.deadline_s,
         )
 
-    def _leave_out_unreachable(self) -> None:
-        """Leave out members for a while with which not even a group of two can be built.
+    def _leave_out_unreachable(self, tried: dict[int, dict[str, str]]) -> None:
+        """Leave out those members for a while with which not even a group of two can be built.
 
         Silent ones stay members: the next epoch asks them again, or to join anew.
         """
         if len(self._members) < 2:
             return
-        here = self._roll_call(self._members)  # they have left the group that failed
+        here = self._roll_call(tried)  # they have left the group that failed
         for number, member in here.items():
             if self.closing():
                 return

@@ -4,7 +4,7 @@ import json
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -24,10 +24,13 @@ FILTERED = 2  # the number of the receiver that nobody reaches
 class LateGroup:
     """A group as of NCCL, or of gloo without a device: who can be reached shows late, or early."""
 
+    built: ClassVar[list[list[int]]] = []
+
     def __init__(self, store: Any, *_: int, device: str, **__: object) -> None:
         self.connected = not device
         newest = json.loads(store.get(f"event/{int(store.get('tail')) - 1}"))
         self.members: list[int] = newest["members"]
+        self.built.append(self.members)
         if self.connected:
             self.broadcast(torch.empty(0))
 
@@ -80,9 +83,12 @@ def test_nccl_leaves_out_an_actor_with_filtered_ports_too(
     weights, snapshot = WeightId(lineage=1, step=1), WeightSnapshot()
     snapshot.stage(weights, source_of({"a": torch.zeros(1000)}), 1)
     sending = BroadcastSender(served, DEADLINE_S, 4096, "GPU-0", lambda: False)
-    for times in (1, 2):  # it is tried again, in no group of others
+    both, near, alone = [1, FILTERED], [1], [FILTERED]
+    for times, groups in ((1, [both, near, alone, near]), (2, [alone, near])):  # tried again alone
+        LateGroup.built.clear()
         monkeypatch.setattr(sending, "due", lambda times=times: times == 2)
         sending.send({weights: snapshot}, weights)
         assert caplog.text.count("filtered cannot be reached at its data ports") == times
         assert caplog.text.count("did not reach every actor") == 1
+        assert [sorted(members) for members in LateGroup.built] == groups
         assert list(sending._members) == [1] and "given up" not in caplog.text
