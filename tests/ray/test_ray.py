@@ -48,7 +48,8 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def node(name: str, **resources: float) -> dict[str, Any]:
     address = {"home": "10.0.0.1", "other": "10.0.0.2"}[name]
-    return {"Resources": resources, "NodeManagerAddress": address, "NodeID": name}
+    host = {"NodeManagerAddress": address, "NodeManagerHostname": f"host-{name}"}
+    return {"Resources": resources, "NodeID": name} | host
 
 
 ONE, TWO = [node("home", CPU=4.0, GPU=2.0)], [node("home", CPU=4.0), node("other", CPU=4.0)]
@@ -142,6 +143,7 @@ def test_what_these_nodes_cannot_do_is_named(
         (True, "", ""),
         (True, "10.0.0.1", "home"),
         (True, "10.0.0.2", "other"),
+        (True, "host-other", "other"),
         (True, "192.168.0.2", ""),  # another interface, of an unknown node
     ],
 )

@@ -150,13 +150,12 @@ def _check_learner(config: Config, nodes: list[dict[str, Any]], home: str) -> No
 
 def home_of(config: Config, nodes: list[dict[str, Any]]) -> str:
     """Return the id of the node of the buffer: that of its address, else this one."""
-    addresses = {node["NodeManagerAddress"]: node["NodeID"] for node in nodes}
     if config.buffer.address.startswith("tcp://"):
         host, _ = host_and_port(config.buffer.address)
-        if host in addresses:
-            return addresses[host]
+        if named := _at(host, nodes):
+            return named[-1]
         if config.launch.ray.address.startswith("ray://"):
-            known = ", ".join(sorted(addresses))
+            known = ", ".join(sorted({node["NodeManagerAddress"] for node in nodes}))
             raise ConfigError(f"buffer.address: {host} is no node of the cluster ({known})")
     return ray.get_runtime_context().get_node_id()
 
@@ -168,5 +167,11 @@ def learner_home_of(config: Config, nodes: list[dict[str, Any]], home: str) -> s
     if not config.weights.address:
         return otherwise
     host, _ = host_and_port(config.weights.address)
-    named = [node["NodeID"] for node in nodes if node["NodeManagerAddress"] == host]
+    named = _at(host, nodes)
     return home if home in named else next(iter(named), otherwise)
+
+
+def _at(host: str, nodes: list[dict[str, Any]]) -> list[str]:
+    """Return the ids of the nodes of a host, of which `host` is the address or the name."""
+    names = ("NodeManagerAddress", "NodeManagerHostname")
+    return [node["NodeID"] for node in nodes if host in [node[name] for name in names]]
