@@ -174,9 +174,14 @@ class Models:
         return kind == "dpo" or (kind == "rl" and stage.loss.kl_coef > 0)
 
     def _keeps_reference(self, index: int) -> bool:
-        """Return True if the next stage that needs a reference, from this one on, renews none."""
+        """Return True if the next stage that needs a reference, from this one on, renews none.
+
+        `safety.rollback` of an rl stage can switch on a KL, too.
+        """
         for later, begun in enumerate(self.config.stages[index:], index):
-            if self._needs_reference(stage_config(self.config, later), later):
+            rollbacks = (0, 1) if begun.kind == "rl" else (0,)
+            ways = (stage_config(self.config, later, count) for count in rollbacks)
+            if any(self._needs_reference(way, later) for way in ways):
                 return not (begun.refresh_reference or begun.kind == "dpo")
         return False
 

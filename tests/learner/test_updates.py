@@ -84,6 +84,21 @@ def test_a_reference_that_no_stage_will_read_is_dropped(tiny, tmp_path, later, k
         assert (made.reference is first) == kept and made.reference is not None
 
 
+def test_a_reference_that_a_rollback_will_read_is_kept(tiny, tmp_path):
+    stages = [
+        StageConfig(kind="rl", steps=1),
+        StageConfig(kind="rl", steps=1, override={"loss": {"kl_coef": 0.0}}),
+    ]
+    settings = config(tiny, stages, kl_coef=0.1)
+    settings.safety.action, settings.safety.rollback = "rollback", {"loss": {"kl_coef": 0.2}}
+    made = updater(settings, tmp_path)
+    made.begin_stage(stage_config(settings, 0), 0)
+    first = made.reference
+    made.begin_stage(stage_config(settings, 1), 1)
+    made.ensure_reference(stage_config(settings, 1, 1), 1)
+    assert first is not None and made.reference is first
+
+
 def test_a_kl_switched_on_at_a_resume_gets_a_reference(tiny, tmp_path):
     settings = config(tiny, [StageConfig(kind="rl", steps=1)], kl_coef=0.1)
     made = updater(settings, tmp_path)
