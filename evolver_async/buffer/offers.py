@@ -9,7 +9,11 @@ from evolver_async.protocol.messages import Offer, Ok, Reject, Reply
 
 
 def take_in(store: BufferStore, max_tasks: int, request: Offer) -> Reply:
-    """Add the new ones of these tasks to the pool, which holds at most `max_tasks`."""
+    """Add the new ones of these tasks to the pool, which holds at most `max_tasks` of the stage.
+
+    Those of an environment that it does not play, as an exploration of the last stage finds them,
+    are left out: nothing would bound them.
+    """
     for task in request.tasks:
         name = f"tasks: {task.task_id}"
         if task.origin != "synthetic" or task.split != "train":
@@ -24,5 +28,6 @@ def take_in(store: BufferStore, max_tasks: int, request: Offer) -> Reply:
     if request.tasks:
         duplicates = len(request.tasks) - len(new)
         room = max(0, max_tasks - tasks.pool_size())
-        store.record(records.Offered(tasks=new[:room], duplicates=duplicates))
+        playable = [task for task in new if task.env in tasks.source.envs]
+        store.record(records.Offered(tasks=playable[:room], duplicates=duplicates))
     return Ok()

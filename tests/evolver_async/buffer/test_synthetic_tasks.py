@@ -137,6 +137,17 @@ def test_a_stage_with_another_environment_explores_it_whatever_the_pool_holds(tm
     assert (ticket.kind, ticket.task.env, ticket.task.origin) == ("rollout", "pond", "synthetic")
 
 
+def test_tasks_of_an_environment_that_the_stage_does_not_play_never_fill_the_pool(tmp_path):
+    world = exploring(tmp_path, max_tasks=3)
+    for first in range(0, 12, 4):
+        tasks = [synthetic(number, env="pond") for number in range(first, first + 4)]
+        reply = world.one("actor-0", messages.Offer(tasks=[*tasks, synthetic(first)]))
+        assert isinstance(reply, messages.Ok)
+    tasks = world.store.state.tasks
+    assert [task.env for task in tasks.cursor.pool] == ["frozen_lake"] * 3
+    assert tasks.pool_size() == 3 and tasks.cursor.duplicates == 0
+
+
 def test_a_restart_remembers_pool_way_and_exploration(tmp_path):
     """Also from a snapshot: the segments are so small that the first ones go."""
 
