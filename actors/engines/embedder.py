@@ -73,7 +73,8 @@ class TransformerEmbedder:
 def _digest(path: Path) -> str:
     """Digest what vectors depend on: weights, tokenizer and configurations, wherever they lie."""
     digest = hashlib.blake2b(digest_size=6)
-    for one in sorted(found for found in path.iterdir() if found.suffix in DIGESTED):
+    files = filter(Path.is_file, path.iterdir())  # a cache can have links to what was removed
+    for one in sorted(found for found in files if found.suffix in DIGESTED):
         with one.open("rb") as file:
             digest.update(hashlib.file_digest(file, "blake2b").digest())
     return digest.hexdigest()
