@@ -62,8 +62,8 @@ class WeightSync:
     _pins: int = 0
 
     def expect(self, ticket: Ticket) -> None:
-        """Note the oldest weights that a new ticket allows."""
-        if ticket.kind == "rollout" and ticket.weights is not None:
+        """Note the oldest weights that a new ticket allows. An evaluation pins its own."""
+        if ticket.kind != "eval" and ticket.weights is not None:
             self.oldest = max(ticket.weights, self.oldest or ticket.weights)
 
     @property

@@ -156,7 +156,8 @@ def test_a_group_granted_anew_replaces_its_older_attempt(run: Callable[..., None
     assert buffer.seen(messages.Release) == []
 
 
-def test_a_forced_lag_never_goes_behind_what_tickets_allow(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["rollout", "explore"])
+def test_a_forced_lag_never_goes_behind_what_tickets_allow(tmp_path: Path, kind: str) -> None:
     publisher = ShmPublisher(tmp_path / "w", keep=9, background=False)
     for step in range(3):
         publisher.publish(version(step), {"w": torch.zeros(1)})
@@ -164,13 +165,15 @@ def test_a_forced_lag_never_goes_behind_what_tickets_allow(tmp_path: Path) -> No
     assert worker.adoption.target() == version(0)
 
     async def start() -> None:
-        worker.start(granted())  # allows any weights
+        worker.start(granted({"kind": kind}))  # allows any weights
         assert worker.adoption.target() == version(0)
-        worker.start(granted({"weights": version(1)}))
+        worker.start(granted({"kind": kind, "weights": version(1)}))
         assert worker.adoption.target() == version(1)
         publisher.publish(version(4), {"w": torch.zeros(1)})  # 3 was overtaken
         assert worker.adoption.target() == version(2)
-        worker.start(granted({"weights": version(3)}))
+        worker.start(granted({"kind": kind, "weights": version(3)}))
+        assert worker.adoption.target() == version(4)
+        worker.start(granted({"kind": "eval", "weights": version(5)}))
         assert worker.adoption.target() == version(4)
         for _, _, task in worker.running.values():
             task.cancel()
