@@ -1,6 +1,7 @@
 """LEASE of an actor, and the news of weights that may grant it while it is parked.
 
-The buffer grants no ticket that demands weights which this actor has not held.
+The buffer grants no ticket that demands weights which this actor has not held. A few kinds of
+weights it only has to be able to fetch (`evolver_async.buffer.actor_weights`).
 """
 
 import asyncio

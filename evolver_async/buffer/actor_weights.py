@@ -1,7 +1,7 @@
 """Weights that actors have and may play with, from their own reports.
 
-An actor gets no ticket that demands weights which it has not held (of an evaluation, and of the
-first ones of a stage that it holds back by a lag: cannot fetch).
+An actor gets no ticket that demands weights which it has not held. Two kinds of weights it only has
+to be able to fetch: those of an evaluation, and those that a stage began with where it has a lag.
 So it never waits for a publish with a ticket in hand.
 """
 

@@ -4,8 +4,9 @@ Pure and event-sourced: questions (`room`, `too_old`) change nothing, and every 
 consequence of a journal record. Only facts about trajectories are here, not their contents.
 
 The head is what DONE reported; an actor holds its weights only later. A ticket never demands newer
-weights than its actor has held. If those are `d` versions behind the head, more than the lag that
-is allowed anyway, its group must fit into `(S+1-d)·B` uses: it is trained before it is too old.
+weights than its actor has `held` (`ActorWeights.held`). If those are `d` versions behind the head,
+more than the lag that is allowed anyway, its group must fit into `(S+1-d)·B` uses: it is trained
+before it is too old.
 
 Liveness. Outstanding uses (those still to come, of all groups) never exceed `(S+1-lag)·B` by a
 grant. The head stands still while the learner waits, so in the end an actor holds it. Where no
