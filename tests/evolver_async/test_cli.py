@@ -704,7 +704,7 @@ def test_status_of_a_run_without_a_buffer_says_why(
 def test_watch_shows_what_a_run_wrote(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     one = {"lineage": 1, "step": 1}
     rows = [
-        one | {"time_s": 1.0},
+        one | {"stage_kind": "rl", "time_s": 1.0},
         one | {"eval/success": 0.5, "eval/episodes": 8, "eval/distinct": 3},
     ]
     (run_dir / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
