@@ -5,6 +5,7 @@ import logging
 import os
 import signal
 import socket
+from contextlib import suppress
 
 from actors.checks.config import check_own
 from actors.endpoint.runner import make_agents
@@ -26,6 +27,7 @@ from evolver_async.config.load import from_dict, stage_config
 from evolver_async.config.secrets import reveal
 from evolver_async.errors import USER_ERROR
 from evolver_async.model import policy
+from evolver_async.model.tokenizer import ModelError
 from evolver_async.process.garbage import collect_rarely
 from evolver_async.process.setup import RoleArgs
 from evolver_async.process.versions import versions
@@ -36,6 +38,7 @@ from evolver_async.transport.client import Client, Rejected
 from evolver_async.transport.dealer import DealerClient
 
 UNPLAYABLE = "this host cannot play the run's episodes"
+LEAVE_S = 5.0
 
 log = logging.getLogger(__name__)
 
@@ -68,20 +71,36 @@ def build(
     return Worker(config, client, source, engine, chat, name, incarnation, components)
 
 
-async def join(client: Client) -> tuple[Config, messages.Welcome]:
-    """Return the run's configuration and addresses. ConfigError if the buffer refuses this
-    actor."""
+async def join(client: Client, tokenizer: str | None = None) -> messages.Welcome:
+    """Return what the buffer says of the run. ConfigError if it refuses this actor, as it does one
+    with another `tokenizer`."""
     host, pid = socket.gethostname(), os.getpid()
     hello = messages.Hello(role="actor", schema_hash=SCHEMA_HASH, host=host, pid=pid)
-    hello.versions = versions()
+    hello.versions, hello.tokenizer = versions(), tokenizer
     try:
-        welcome = await client.request(hello)
-        config = from_dict(welcome.config)
-        hello.tokenizer = policy.tokenizer_hash(config.policy.path)
-        await client.request(hello)
+        return await client.request(hello)
     except Rejected as error:
         raise ConfigError(f"--connect: {error}") from None
-    return config, welcome
+
+
+async def leave(client: Client, launch: int) -> None:
+    """Tell the buffer that this actor is not going to ask for tickets."""
+    with suppress(TimeoutError, Rejected):
+        await client.request(messages.Lease(credit=0, launch=launch), timeout_s=LEAVE_S)
+
+
+def tokenizer_of(config: Config, *, launched: bool) -> str:
+    """Return the hash of the tokenizer on this host.
+
+    Raise ConfigError if it has none. A launcher's own has been there: ModelError, after which the
+    launcher tries again.
+    """
+    try:
+        return policy.tokenizer_hash(config.policy.path)
+    except ModelError as error:
+        if launched:
+            raise
+        raise ConfigError(f"{UNPLAYABLE}: policy.path: {error}") from error
 
 
 def check_host(config: Config, *, probes: bool) -> None:
@@ -125,11 +144,17 @@ def serve(args: RoleArgs) -> None:
     except ValueError as error:
         raise ConfigError(f"--connect: {error}") from None
     try:
-        config, welcome = asyncio.run(join(client))
-        # No loop runs meanwhile, as an environment's own calls can run coroutines. The launcher has
-        # probed its own host, where its actors run unless Ray places them: a service that is down
-        # when one is started again must not end the run.
-        check_host(config, probes=args.parent_pid is None)
+        welcome = asyncio.run(join(client))
+        config = from_dict(welcome.config)
+        try:
+            asyncio.run(join(client, tokenizer_of(config, launched=args.parent_pid is not None)))
+            # No loop runs meanwhile, as an environment's own calls can run coroutines. The launcher
+            # has probed its own host, where its actors run unless Ray places them: a service that
+            # is down when one is started again must not end the run.
+            check_host(config, probes=args.parent_pid is None)
+        except ValueError:
+            asyncio.run(leave(client, welcome.launch))
+            raise
         asyncio.run(work(args, client, config, welcome))
     finally:
         client.close()

@@ -5,16 +5,22 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+from launches import DEADLINE_S
 
 from actors.envs.bandit import Bandit
 from actors.main import check_host, main
 from evolver_async.buffer.service import BufferService
 from evolver_async.config import ConfigError
 from evolver_async.config.load import load
+from evolver_async.model.tokenizer import ModelError
 from evolver_async.process.setup import RoleArgs
+from evolver_async.protocol import messages
+from evolver_async.transport.dealer import DealerClient
 from evolver_async.transport.server import Server
 
 STAGE = "stages=[{kind: rl, steps: 9}]"
@@ -130,6 +136,40 @@ def test_an_environment_is_asked_beside_no_running_loop(address: str, tmp_path: 
     with pytest.raises(ConfigError, match=r"env\.name: Distant has no answer"):
         main(args)
     assert Distant.asked == 1
+
+
+def state_of_actor(address: str) -> str:
+    """The state of actor-0 by the buffer's status."""
+
+    async def ask() -> messages.StatusReply:
+        client = DealerClient(address, sender="watch")
+        try:
+            return await client.request(messages.StatusRequest(), DEADLINE_S)
+        finally:
+            client.close()
+
+    actors: Any = asyncio.run(ask()).status["actors"]
+    return actors["actor-0"]["state"]
+
+
+def test_an_actor_whose_host_lacks_something_says_that_it_leaves(
+    address: str, tmp_path: Path
+) -> None:
+    """Else status said for an hour that it loads its model."""
+    args = RoleArgs(address=address, name="actor-0", incarnation=0, run_dir=tmp_path)
+    with pytest.raises(ConfigError, match=r"env\.name: Distant has no answer"):
+        main(args)
+    assert state_of_actor(address) == "left"
+
+
+def test_a_host_without_the_policy_is_named_by_its_key(address: str, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").unlink()
+    args = RoleArgs(address=address, name="actor-0", incarnation=0, run_dir=tmp_path)
+    with pytest.raises(ConfigError, match=r"cannot play .*: policy\.path: .* no tokenizer\.json"):
+        main(args)
+    assert state_of_actor(address) == "left"
+    with pytest.raises(ModelError):  # a launcher tries again: the path was there
+        main(replace(args, parent_pid=1))
 
 
 class Counted(Bandit):
