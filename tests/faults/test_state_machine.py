@@ -3,7 +3,8 @@
 Hypothesis plays; the service is the real one on a real journal. The oracle is a few dictionaries:
 which members were acknowledged with what content, who may work on what, which takes the present
 lineage consists of, how the versions descend from each other. It predicts every reply, and exactly
-which groups the buffer holds.
+which groups the buffer holds. Wherever play ends, actors and a learner that do what they should
+get on from there, through the rest of the run.
 
     HYPOTHESIS_PROFILE=nightly make faults ARGS=-kmachine     at least 10,000 steps
 """
@@ -40,6 +41,7 @@ PEERS = ("actor-0", "actor-1")
 LEASE_S, MAX_ATTEMPTS = 10.0, 2
 EXPLORING, POOL = 2, 6  # explorations at a time, tasks of the pool
 MEMBERS, GROUPS = 2, 2  # of a group, of a take
+STAGES, ROUNDS, TAKES = 2, 8, 3  # at most so many rounds for so many takes of every stage
 UNFINISHED = b"".join(segment.commit(segment.record(b"head", b"body", 0)))
 NIGHTLY_STEPS = 10_000
 peers = st.sampled_from(PEERS)
@@ -51,6 +53,7 @@ class Entry:
     """One group as the oracle knows it. `heads`: the head when each member was granted last."""
 
     kind: str
+    stage: int
     heads: dict[int, Version]
     owners: dict[int, str]
     rewards: dict[int, float] = field(default_factory=dict)  # of the acknowledged copies
@@ -64,6 +67,7 @@ class Take:
     """`head`: when its groups were chosen; `version`: what was made of them last."""
 
     lineage: int
+    stage: int
     groups: list[int]
     head: Version | None
     reported: bool = False
@@ -91,18 +95,22 @@ class Machine(RuleBasedStateMachine):
         self.takes: dict[int, Take] = {}
         self.undone: dict[int, Take] = {}  # by a resume: to be repeated
         self.parents: dict[int, tuple[int, int]] = {}  # of a lineage: parent and step of the fork
-        self.checkpoints: list[tuple[int, int, int]] = [(0, 0, 0)]  # lineage, take, version
-        self.lineage = self.version = self.next_take = self.kept = 0
+        self.checkpoints = [(0, 0, 0, 0)]  # lineage, take, version, stage
+        self.lineage = self.version = self.next_take = self.kept = self.stage = self.floor = 0
 
     @initialize(
         reuse=st.integers(1, 2),
         staleness=st.integers(1, 2),
+        lag=st.integers(0, 2),
         straggler=st.sampled_from(("evict", "wait")),
         sampler=st.sampled_from(("fifo", "freshest", "prioritized")),
     )
-    def begin(self, reuse: int, staleness: int, straggler: str, sampler: str) -> None:
+    def begin(self, reuse: int, staleness: int, lag: int, straggler: str, sampler: str) -> None:
         self.reuse, self.staleness = reuse, staleness
+        self.weight_lag = min(lag, staleness + 1 - reuse)
         self.config = config(
+            stages=["rl"] * STAGES,
+            weight_lag=self.weight_lag,
             group_size=MEMBERS,
             groups_per_step=GROUPS,
             reuse=reuse,
@@ -123,6 +131,8 @@ class Machine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         if hasattr(self, "world"):
+            for stage in range(self.stage, STAGES):
+                self.get_on(stage)
             self.world.store.journal.close()
             acked = [(g, m) for g, entry in self.groups.items() for m in entry.rewards]
             check_journal(self.directory, self.config, "run", acked)
@@ -132,20 +142,27 @@ class Machine(RuleBasedStateMachine):
 
     @rule(peer=peers, credit=st.sampled_from((0.5, 1, 1.5, 2, 3)), newest=st.booleans())
     def lease(self, peer: str, credit: float, newest: bool) -> None:
-        """An actor that has perhaps not received the head yet."""
-        if newest or peer not in self.weights:
-            self.weights[peer] = WeightId(lineage=self.lineage, step=self.version)
-        weights = self.weights[peer]
+        """An actor that has perhaps not received the newest weights that it can play with yet."""
+        seen = newest or peer not in self.weights
+        if seen:
+            self.weights[peer] = self.adopted()
+        weights, began = self.weights[peer], min(self.floor, self.version)
+        if seen and self.weight_lag:  # a ticket tells it to load those that the stage began with
+            weights = max(weights, WeightId(lineage=self.lineage, step=began))
         late = self.version - weights.step if weights.lineage == self.lineage else 0
-        for ticket in self.world.lease(credit, peer, weights):
+        late = max(late, self.weight_lag)
+        held, visible = self.weights[peer], self.head() if seen else self.weights[peer]
+        for ticket in self.world.lease(credit, peer, held, visible):
             assert ticket.weights is not None and ticket.weights <= weights
+            assert ticket.weights.step >= began, "older weights are not of this stage"
             assert ticket.weights.lineage == self.lineage
             self.tickets.append((peer, ticket))
             members = dict.fromkeys(ticket.members, (self.lineage, self.version))
             owners = dict.fromkeys(ticket.members, peer)
             if ticket.attempt == 0:
                 assert ticket.group_id not in self.groups
-                self.groups[ticket.group_id] = Entry(ticket.kind, members, owners)
+                entry = Entry(ticket.kind, self.stage, members, owners)
+                self.groups[ticket.group_id] = entry
                 limit = (self.staleness + 1 - late) * GROUPS
                 assert ticket.kind == "explore" or self.world.replay.outstanding() <= limit
                 held = [entry for g, entry in self.groups.items() if self.held(g)]
@@ -229,16 +246,21 @@ class Machine(RuleBasedStateMachine):
 
     # ---- the learner
 
-    @rule(again=st.booleans())
-    def sample(self, again: bool) -> None:
-        """The next take or, once more, the last one, unless the learner is done with it."""
+    @rule(again=st.booleans(), onward=st.sampled_from((False, False, True)))
+    def sample(self, again: bool, onward: bool) -> None:
+        """The next take, perhaps of the next stage, or, once more, the last one, unless the learner
+        is done with it."""
         last = self.next_take - 1
         take = last if again and last in self.takes and last >= self.kept else self.next_take
         known = self.takes.get(take)
         if known is not None and known.lineage != self.lineage:
             return  # nobody asks for a take of his ancestors
+        stage = self.stage if known is None else known.stage
+        if known is None and not self.unreported(take - 1):
+            stage = max(stage, int(onward))
+            self.enter(stage)
         repeated = self.repeated(take) if known is None else None
-        found = self.world.sample(take, lineage=self.lineage)
+        found = self.world.sample(take, self.lineage, stage)
         groups = [group.group_id for group in found]
         for group in found:
             entry = self.groups[group.group_id]
@@ -253,14 +275,14 @@ class Machine(RuleBasedStateMachine):
         elif known is not None:
             assert groups == known.groups
         elif groups:
-            before = self.takes.get(take - 1)
-            assert before is None or before.reported or before.lineage != self.lineage
+            assert not self.unreported(take - 1)
             assert len(set(groups)) == GROUPS
             for group_id in groups:
                 assert self.held(group_id) and self.lag(group_id) <= self.staleness
+                assert self.groups[group_id].stage == stage
                 self.groups[group_id].uses.add(take)
                 assert len(self.groups[group_id].uses) <= self.reuse
-            self.takes[take] = Take(self.lineage, groups, (self.lineage, self.version))
+            self.takes[take] = Take(self.lineage, stage, groups, (self.lineage, self.version))
             self.next_take += 1
 
     @precondition(lambda self: self.taken() is not None)
@@ -283,23 +305,29 @@ class Machine(RuleBasedStateMachine):
                 later.head = later.version = None
         taken.version = version
         self.version = version
-        self.checkpoints.append((self.lineage, self.next_take, version))
+        self.checkpoints.append((self.lineage, self.next_take, version, taken.stage))
         self.sweep()
 
     @rule(back=st.integers(0, 3), discard=st.booleans())
     def resume(self, back: int, discard: bool) -> None:
         """A new learner begins from one of the newest checkpoints that are kept."""
-        lineage, take, version = self.checkpoints[-1 - min(back, len(self.checkpoints) - 1)]
+        lineage, take, version, stage = self.checkpoints[-1 - min(back, len(self.checkpoints) - 1)]
         old = self.lineage
-        request = messages.Resume(lineage=lineage, take=take, version=version, discard=discard)
+        request = messages.Resume(
+            lineage=lineage, take=take, version=version, stage=stage, discard=discard
+        )
         # another process than before: from the same one it would be the same request sent again
         reply = self.world.one(f"learner-{next(self.progress)}", request)
         assert isinstance(reply, messages.Resumed) and reply.lineage == old + 1
         self.lineage = reply.lineage
-        fenced = self.world.one("zombie", messages.Sample(lineage=old, take=take, stage=0))
+        fenced = self.world.one("zombie", messages.Sample(lineage=old, take=take, stage=stage))
         assert isinstance(fenced, messages.Fenced)
         self.parents[self.lineage] = (lineage, version)
         self.version, self.next_take = version, take
+        self.floor = min(self.floor, version)
+        for task_id in self.quarantined:
+            self.failures.pop(task_id, None)
+        self.quarantined = set()
         for number in [number for number in self.takes if number >= take]:
             self.undone[number] = self.takes.pop(number)
             self.undone[number].reported = False
@@ -315,7 +343,8 @@ class Machine(RuleBasedStateMachine):
         for taken in self.takes.values():
             taken.reported = True
         self.checkpoints = [c for c in self.checkpoints if c[1] <= take]
-        self.checkpoints.append((self.lineage, take, version))
+        self.checkpoints.append((self.lineage, take, version, stage))
+        self.enter(stage)
         self.sweep()
 
     @rule(back=st.integers(0, 3))
@@ -370,18 +399,41 @@ class Machine(RuleBasedStateMachine):
             assert {task.task_id for task in pool} == self.pool and len(pool) == len(self.pool)
             assert live == {group_id for group_id in self.groups if self.held(group_id)}
 
+    # ---- what play must not have made impossible
+
+    def get_on(self, stage: int) -> None:
+        """Actors that finish what they are given, and a learner, come through a stage."""
+        wanted = self.next_take + TAKES
+        for _ in range(ROUNDS):
+            if self.unreported(self.next_take - 1):
+                self.train(self.takes[self.next_take - 1].groups)
+            for peer in PEERS:
+                held = self.adopted()
+                for ticket in self.world.lease(2 * GROUPS, peer, held, self.head()):
+                    assert ticket.weights is not None
+                    weights = max(held, ticket.weights)
+                    for member in ticket.members:
+                        made = self.made(ticket, member, weights, next(self.rewards))
+                        self.world.one(peer, messages.Push(trajectory=made))
+            if found := self.world.sample(self.next_take, self.lineage, stage):
+                self.next_take += 1
+                self.train([group.group_id for group in found])
+            self.world.pass_time(LEASE_S)
+        assert self.next_take >= wanted, f"stage {stage}: the learner waits for take {wanted - 1}"
+
+    def train(self, groups: list[int]) -> None:
+        self.version += 1
+        self.world.done(self.next_take - 1, groups, self.version, lineage=self.lineage)
+        self.takes.clear()
+
     # ---- the oracle
 
     def draw(self, data: st.DataObject, newest: bool) -> tuple[Ticket, int, WeightId]:
         """A ticket, most often a late one, a member of it, and allowed weights."""
         _, ticket = data.draw(st.sampled_from(self.tickets[-8:]))
-        head = WeightId(lineage=self.lineage, step=self.version)
         assert ticket.weights is not None
-        return (
-            ticket,
-            data.draw(st.sampled_from(ticket.members)),
-            (head if newest else ticket.weights),
-        )
+        weights = self.head() if newest else ticket.weights
+        return ticket, data.draw(st.sampled_from(ticket.members)), weights
 
     def made(self, ticket: Ticket, member: int, weights: WeightId, reward: int) -> Trajectory:
         made = trajectory(ticket, member, weights=weights, reward=float(reward))
@@ -426,19 +478,42 @@ class Machine(RuleBasedStateMachine):
     def repeated(self, take: int) -> Take | None:
         """The take that the buffer hands out again, if it does. As the fork is no news, its groups
         are as old as the first time; else none that was undone is repeated."""
-        taken = self.undone.pop(take, None)
-        before = self.takes.get(take - 1)
-        if taken is None or (before and not before.reported and before.lineage == self.lineage):
-            if taken is not None:
-                self.undone[take] = taken
+        if take not in self.undone or self.unreported(take - 1):
             return None
+        taken = self.undone.pop(take)
         head = taken.head or (self.lineage, self.version)
-        if any(self.lag(group_id, head) > self.staleness for group_id in taken.groups):
+        late = any(self.lag(group_id, head) > self.staleness for group_id in taken.groups)
+        if late or taken.stage != self.stage:
             self.undone = {}
+            self.leave_other_stages()
             self.sweep()
             return None
         taken.lineage, taken.head = self.lineage, head
         return taken
+
+    def head(self) -> WeightId:
+        return WeightId(lineage=self.lineage, step=self.version)
+
+    def adopted(self) -> WeightId:
+        """The newest weights that an actor with a lag adopts by itself."""
+        oldest = self.parents[self.lineage][1]
+        return WeightId(lineage=self.lineage, step=max(oldest, self.version - self.weight_lag))
+
+    def enter(self, stage: int) -> None:
+        if stage != self.stage:
+            self.stage, self.floor = stage, self.version
+        self.leave_other_stages()
+
+    def leave_other_stages(self) -> None:
+        for group_id, entry in self.groups.items():
+            taken = entry.uses - self.reported() or self.promised(group_id)
+            if entry.stage != self.stage and self.held(group_id) and not taken:
+                self.evict(group_id)
+
+    def unreported(self, take: int) -> bool:
+        """Whether the learner still owes the outcome of a take."""
+        taken = self.takes.get(take)
+        return taken is not None and not taken.reported and taken.lineage == self.lineage
 
     def reported(self) -> set[int]:
         return {number for number, taken in self.takes.items() if taken.reported}

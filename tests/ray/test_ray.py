@@ -259,6 +259,28 @@ def test_a_process_whose_start_is_not_answered_is_ended(
     assert handle.poll() == -signal.SIGKILL and killed == [host]
 
 
+def test_a_process_whose_node_went_before_it_was_placed_is_lost_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray goes on waiting for it."""
+    nodes = [{"NodeID": name, "Alive": name == "here"} for name in ("here", "gone")]
+    monkeypatch.setattr(ray, "wait", lambda replies, timeout: ([], replies))
+    monkeypatch.setattr(ray, "nodes", lambda: nodes)
+    monkeypatch.setattr(ray, "kill", lambda _: None)
+    monkeypatch.setattr("evolver_async.launch.ray_cluster.handle.PATIENCE_S", 0.0)
+    config = load(None, ["launch.kind=ray", "stages=[{steps: 1}]"])
+    spawner = RaySpawner(config, tmp_path, f"ipc://{tmp_path}/none", "here", "gone")
+    host = SimpleNamespace(start=SimpleNamespace(remote=lambda order: order))
+    order = Order([], {}, "")
+    waiting, learner = (
+        RayHandle("learner", host, order, "1 CPUs", tmp_path / "learner.log", home)
+        for home in ("here", "gone")
+    )
+    assert waiting.poll() is None and not spawner.lost(waiting)
+    assert learner.poll() == -signal.SIGKILL and spawner.lost(learner) and spawner.bound("learner")
+    assert "its node gone is gone" in learner.log_file.read_text()
+
+
 def test_a_log_that_cannot_be_written_ends_no_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

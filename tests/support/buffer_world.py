@@ -171,15 +171,21 @@ class World:
         return reply.lineage
 
     def lease(
-        self, credit: float = 1, peer: str = "actor-0", held: WeightId | None = None
+        self,
+        credit: float = 1,
+        peer: str = "actor-0",
+        held: WeightId | None = None,
+        visible: WeightId | None = None,
     ) -> list[Ticket]:
         """Tickets for an actor with `held` or the newest weights; none where it is told to wait.
 
-        `credit` is in groups of the present stage.
+        `credit` is in groups of the present stage. `visible`: the newest weights that it could
+        fetch, by default those that it has.
         """
         members = int(credit * self.replay.numbers.group_size)
         held = held or self.replay.at.head
-        reply = self.one(peer, messages.Lease(credit=members, weights=held, visible=held))
+        request = messages.Lease(credit=members, weights=held, visible=visible or held)
+        reply = self.one(peer, request)
         return reply.tickets if isinstance(reply, messages.Tickets) else []
 
     def push(self, ticket: Ticket, member: int, **facts: object) -> messages.Reply:
