@@ -18,26 +18,35 @@ from ray.exceptions import (  # pyright: ignore[reportMissingImports]
 from evolver_async.launch.ray_cluster.host import Order
 
 POLL_S = 0.05
-PATIENCE_S = 10.0  # for a place in the cluster, until the console says what is waited for
+PATIENCE_S = 10.0  # for a place in the cluster, until it is asked what is waited for
 
 log = logging.getLogger(__name__)
+
+
+def living() -> set[str]:
+    """Return the ids of the nodes of the cluster."""
+    return {node["NodeID"] for node in ray.nodes() if node["Alive"]}
 
 
 class RayHandle:
     """A process of a run and its Ray actor. Nothing here waits, except `wait`.
 
-    `wants` describes the resources that it waits for while Ray has not placed it.
+    `home` is the node that it must run on, "" for any; `node` the one it was placed on. `wants`
+    describes the resources that it waits for while Ray has not placed it.
     """
 
-    def __init__(self, name: str, host: Any, order: Order, wants: str, log_file: Path) -> None:
+    def __init__(
+        self, name: str, host: Any, order: Order, wants: str, log_file: Path, home: str = ""
+    ) -> None:
         self.name = name
         self.host = host
         self.wants = wants
         self.log_file = log_file
+        self.home = home
         self.pid = 0
         self.node = ""
-        self.began = time.monotonic()
         self.said = False
+        self._asks_at = time.monotonic() + PATIENCE_S
         self._offset = 0
         self._code: int | None = None
         self._placed = False
@@ -62,10 +71,19 @@ class RayHandle:
                 what = "watch" if self._placed else "start"
                 self._note(f"its node cannot {what} it: {' '.join(str(cause).split())}")
                 self._end(1)  # it may still run, and another will be started
-        if not (self._placed or self.said) and time.monotonic() - self.began > PATIENCE_S:
+        if self._code is None and not self._placed and time.monotonic() > self._asks_at:
+            self._asks_at = time.monotonic() + PATIENCE_S
+            self._ask_for_place()
+        return self._code
+
+    def _ask_for_place(self) -> None:
+        """Say what it waits for, or end if that never comes: Ray waits for a node that is gone."""
+        if self.home and self.home not in living():
+            self._note(f"its node {self.home[:8]} is gone")
+            self._end(-signal.SIGKILL)
+        elif not self.said:
             self.said = True
             log.warning("%s waits for a node of the Ray cluster with %s", self.name, self.wants)
-        return self._code
 
     def _take(self, reply: tuple[Any, Any]) -> None:
         """Take in what `start` or `watch` returned, and watch on."""

@@ -18,7 +18,7 @@ from evolver_async.config import Config
 from evolver_async.config.secrets import mentioned
 from evolver_async.config.sections.agentevolver import LLM_SECTIONS
 from evolver_async.launch.child import Handle, Spawner
-from evolver_async.launch.ray_cluster.handle import RayHandle
+from evolver_async.launch.ray_cluster.handle import RayHandle, living
 from evolver_async.launch.ray_cluster.host import Order, ProcessHost
 
 CLIENT_KEYS = ("server.public", "client.secret")  # what a client needs of the run's keys
@@ -57,7 +57,7 @@ class RaySpawner(Spawner):
             name=f"{self.run_dir.name}/{name}/{incarnation}",
         ).remote()
         wants = f"{cpus:g} CPUs" + (f" and {gpus:g} GPUs" if gpus else "")
-        handle = RayHandle(name, host, order, wants, self.log_file(name))
+        handle = RayHandle(name, host, order, wants, self.log_file(name), self._home_of(role))
         if role == "learner" and rank == 0:
             self.learner = handle
         return handle
@@ -73,13 +73,16 @@ class RaySpawner(Spawner):
 
     def bound(self, role: str) -> bool:
         """True for what has one node: others know its address, or its files are there."""
-        return bool({"actor": "", "learner": self.learner_home}.get(role, self.home))
+        return bool(self._home_of(role))
 
     def lost(self, handle: Handle) -> bool:
         """True if the node of a process that ended is no longer there."""
         assert isinstance(handle, RayHandle)
-        alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
-        return bool(handle.node) and handle.node not in alive
+        node = handle.node or handle.home
+        return bool(node) and node not in living()
+
+    def _home_of(self, role: str) -> str:
+        return {"actor": "", "learner": self.learner_home}.get(role, self.home)
 
     def resources(self, role: str) -> tuple[float, float]:
         """Return the CPUs and GPUs of one process of a role."""
@@ -93,7 +96,7 @@ class RaySpawner(Spawner):
     def _strategy(self, role: str, rank: int) -> Any:
         if role == "actor":
             return "SPREAD" if self.config.launch.ray.strategy == "spread" else "DEFAULT"
-        node = self.learner_home if role == "learner" else self.home
+        node = self._home_of(role)
         if role != "learner" or (node and not any(self.resources(role))):  # nothing to reserve
             return NodeAffinitySchedulingStrategy(node, soft=False)
         if rank == 0:
