@@ -411,10 +411,12 @@ class Machine(RuleBasedStateMachine):
                 held = self.adopted()
                 for ticket in self.world.lease(2 * GROUPS, peer, held, self.head()):
                     assert ticket.weights is not None
+                    assert ticket.weights.step >= self.floor, "older weights are not of this stage"
                     weights = max(held, ticket.weights)
                     for member in ticket.members:
                         made = self.made(ticket, member, weights, next(self.rewards))
                         self.world.one(peer, messages.Push(trajectory=made))
+            self.enter(stage)
             if found := self.world.sample(self.next_take, self.lineage, stage):
                 self.next_take += 1
                 self.train([group.group_id for group in found])
