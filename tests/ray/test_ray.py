@@ -165,7 +165,7 @@ def test_a_learner_that_asks_for_nothing_takes_nothing_from_its_node(tmp_path: P
     config = load(None, ["launch={kind: ray, ray: {learner_cpus: 0}}", "stages=[{steps: 1}]"])
     spawner = RaySpawner(config, tmp_path, "ipc:///none", "0" * 56, "1" * 56)
     assert spawner._strategy("learner", 0).node_id == "1" * 56
-    assert spawner.group is None  # the least CPU is too much where there is none, or actors need it
+    assert not spawner.groups  # the least CPU is too much where there is none, or actors need it
 
 
 def test_what_killed_processes_leave_on_a_node_is_removed_by_the_next_one(
@@ -294,8 +294,12 @@ def test_a_log_that_cannot_be_written_ends_no_run(
     assert handle.poll() is None and handle.pid == 17
 
 
-def test_a_learner_finds_its_place_again_though_an_actor_waits_for_one(tmp_path: Path) -> None:
-    config = load(None, ["launch.kind=ray", "stages=[{steps: 1}]"])
+@pytest.mark.parametrize("role", ["learner", "buffer"])
+def test_what_has_died_finds_its_place_again_though_an_actor_waits_for_one(
+    tmp_path: Path, role: str
+) -> None:
+    asked = "launch={kind: ray, ray: {service_cpus: 1}}"
+    config = load(None, [asked, "stages=[{steps: 1}]"])
     ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False)
     home = ray.get_runtime_context().get_node_id()
     spawner = RaySpawner(config, tmp_path, f"ipc://{tmp_path}/none", home, home)
@@ -312,14 +316,14 @@ def test_a_learner_finds_its_place_again_though_an_actor_waits_for_one(tmp_path:
         return handle.node
 
     try:
-        learner = start("learner", "learner")
-        wait_for(lambda: placed(learner), "the learner's place")
+        first = start(role, role)
+        wait_for(lambda: placed(first), f"the {role}'s place")
         actor = start("actor", "actor-0")
         wait_for(lambda: placed(actor), "the place of an actor")
         waiting = start("actor", "actor-1")
-        learner.kill()
-        again = start("learner", "learner", 1)
-        assert wait_for(lambda: placed(again), "the learner's place again") == home
+        first.kill()
+        again = start(role, role, 1)
+        assert wait_for(lambda: placed(again), f"the {role}'s place again") == home
         assert not placed(waiting)
     finally:
         for handle in handles:

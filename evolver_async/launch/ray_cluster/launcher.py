@@ -41,7 +41,7 @@ def run(config: Config, run_dir: Path) -> int:
         try:
             return Supervisor(config, run_dir, spawner).run()
         finally:
-            spawner.end_group()
+            spawner.end_groups()
     except (ConfigError, ConnectionError, OSError) as error:
         log.error("%s", error)
         return USER_ERROR

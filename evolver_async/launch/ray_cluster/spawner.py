@@ -37,7 +37,7 @@ class RaySpawner(Spawner):
 
     home: str
     learner_home: str
-    group: Any = None  # the placement group of the learner's ranks
+    groups: dict[str, Any] = field(default_factory=dict)  # placement groups by role
     learner: RayHandle | None = None  # the newest process of its first rank
     meeting: str = ""
     draining: set[str] = field(default_factory=set)  # ids of nodes
@@ -96,35 +96,39 @@ class RaySpawner(Spawner):
     def _strategy(self, role: str, rank: int) -> Any:
         if role == "actor":
             return "SPREAD" if self.config.launch.ray.strategy == "spread" else "DEFAULT"
-        node = self._home_of(role)
-        if role != "learner" or (node and not any(self.resources(role))):  # nothing to reserve
+        node, resources = self._home_of(role), self.resources(role)
+        if node and not any(resources):  # nothing to reserve
             return NodeAffinitySchedulingStrategy(node, soft=False)
-        if rank == 0:
-            self._reserve()
-        return PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=rank)
-
-    def _reserve(self) -> None:
-        """Reserve one node's resources for the learner's ranks, or keep them for the next start.
-
-        An actor that waits for its place would take what a learner that has died gives back. Only a
-        node that is drained or lost is left.
-        """
-        if self.learner is not None and (self.moves(self.learner) or self.lost(self.learner)):
-            self.end_group()
-        if self.group is not None:
-            return
-        ranks, (cpus, gpus) = self.config.learner.ranks, self.resources("learner")
-        bundle = {name: n for name, n in {"CPU": cpus, "GPU": gpus}.items() if n} or {"CPU": 0.01}
-        label = {NODE_LABEL: self.learner_home} if self.learner_home else {}
-        self.group = placement_group(
-            [bundle] * ranks, strategy="STRICT_PACK", bundle_label_selector=[label] * ranks
+        leaves = role == "learner" and rank == 0 and self.learner is not None
+        if leaves and (self.moves(self.learner) or self.lost(self.learner)):
+            self._give_back(role)
+        return PlacementGroupSchedulingStrategy(
+            self._reserved(role, node, resources), placement_group_bundle_index=rank
         )
 
-    def end_group(self) -> None:
-        """Give back the placement group of the learner."""
-        if self.group is not None:
-            remove_placement_group(self.group)
-            self.group = None
+    def _reserved(self, role: str, node: str, resources: tuple[float, float]) -> Any:
+        """Reserve the resources of a role's processes on one node, and keep them for restarts.
+
+        An actor that waits for its place would take what a process that has died gives back.
+        """
+        if role not in self.groups:
+            amounts = zip(("CPU", "GPU"), resources, strict=True)
+            bundle = {name: amount for name, amount in amounts if amount} or {"CPU": 0.01}
+            count = self.config.learner.ranks if role == "learner" else 1
+            labels = [{NODE_LABEL: node} if node else {}] * count
+            self.groups[role] = placement_group(
+                [bundle] * count, strategy="STRICT_PACK", bundle_label_selector=labels
+            )
+        return self.groups[role]
+
+    def _give_back(self, role: str) -> None:
+        if role in self.groups:
+            remove_placement_group(self.groups.pop(role))
+
+    def end_groups(self) -> None:
+        """Give back all that was reserved."""
+        for role in list(self.groups):
+            self._give_back(role)
 
     def _order(self, role: str, name: str, incarnation: int, arguments: list[str]) -> Order:
         at_home = role != "actor"
