@@ -2,6 +2,8 @@
 
 import sys
 from collections import deque
+from collections.abc import Iterator
+from itertools import chain
 
 import msgspec
 
@@ -102,7 +104,8 @@ class Activity:
     """Processes that have contacted the buffer, which began to listen at `began`.
 
     `learner` is the one that last asked for a take. `departed` and `departed_tokens` hold the sums
-    of actors that were forgotten or restarted: totals never fall.
+    of actors that were restarted, or forgotten for good: totals never fall. A silent actor is not
+    missed any more, but its reports are kept, as it may come back and report the same totals.
     """
 
     def __init__(self, began: float = 0.0) -> None:
@@ -114,9 +117,10 @@ class Activity:
         self.departed: dict[str, float] = {}
         self.departed_tokens = 0
         self._asking: set[str] = set()  # processes that wait for tickets
+        self._silent: dict[str, Peer] = {}  # reports of actors not missed, the longest silent first
 
     def seen(self, name: str, now: float) -> Peer:
-        peer = self.peers.pop(name, None) or Peer(now, now)
+        peer = self.peers.pop(name, None) or self._silent.pop(name, None) or Peer(now, now)
         self.peers[name] = peer
         peer.seen = now
         if len(self.peers) > PEERS:
@@ -136,10 +140,22 @@ class Activity:
     def _drop(self, name: str) -> None:
         peer = self.peers.pop(name)
         self._asking.discard(name)
-        self.departed_tokens += peer.generated
-        if name in self.actors:  # other processes report gauges, which end with them
-            self.fold(peer)
+        if name not in self.actors and peer.reported is None:
+            return  # no actor: other processes report gauges, which end with them
         self.actors.discard(name)
+        self._silent[name] = Peer(
+            peer.seen,
+            peer.seen,
+            generated=peer.generated,
+            reported=peer.reported,
+            counters=peer.counters,
+            seconds=peer.seconds,
+            host=peer.host,
+        )
+        if len(self._silent) > PEERS:
+            gone = self._silent.pop(next(iter(self._silent)))
+            self.departed_tokens += gone.generated
+            self.fold(gone)
 
     def fold(self, peer: Peer) -> None:
         """Add its counters to those of departed processes: it is gone, or begins anew."""
@@ -211,16 +227,20 @@ class Activity:
 
     def generated(self) -> int:
         """Tokens that all actors have sampled, as far as reported."""
-        present = sum(peer.generated for peer in self.peers.values())
-        return min(self.departed_tokens + present, LARGEST_COUNT)
+        known = sum(peer.generated for peer in self._known())
+        return min(self.departed_tokens + known, LARGEST_COUNT)
 
     def counters(self) -> dict[str, float]:
         """Counters of all processes, added up by name; finite whatever they report."""
         sums = dict(self.departed)
-        for peer in self.peers.values():
+        for peer in self._known():
             for name, value in (peer.counters | peer.seconds).items():
                 sums[name] = _sum(sums.get(name, 0.0), value)
         return sums
+
+    def _known(self) -> Iterator[Peer]:
+        """Iterate over the processes whose reports count."""
+        return chain(self.peers.values(), self._silent.values())
 
     def host_cpu_share(self, now: float, within_s: float) -> dict[str, float]:
         """Processors in use of the least busy host of living actors; empty if unknown."""

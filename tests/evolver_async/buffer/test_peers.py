@@ -4,6 +4,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 from buffer_world import HEAD, World, config, trajectory
 
 from evolver_async.buffer.monitor.peers import GONE_S, METRICS, NAME_CHARS, PEERS, WINDOW_S
@@ -169,6 +170,33 @@ def test_what_an_actor_counted_stays_counted_when_it_is_restarted_or_has_left(tm
     world.one("a", Lease(credit=0))
     world.pass_time(WINDOW_S + 1)
     assert world.service.activity.peers == {} and counters() == {"judge/labelled": 5.0}
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_an_actor_that_comes_back_after_an_hour_is_not_counted_twice(
+    tmp_path: Path, again: bool
+) -> None:
+    """It reports totals. `again`: a new process of its name comes instead, which begins at 0."""
+    world = World(tmp_path, config())
+    world.resume()
+    activity = world.service.activity
+
+    def report(generated: int, labelled: float, seconds: float) -> None:
+        spent = {"engine": seconds}
+        world.one("actor-0", Lease(credit=2, weights=HEAD, generated=generated, seconds=spent))
+        world.one("actor-0", Counters(values={"judge/labelled": labelled}))
+
+    world.one("actor-0", Hello(role="actor", schema_hash=SCHEMA_HASH))
+    report(5, 3.0, 10.0)
+    world.pass_time(GONE_S + 1)
+    assert not activity.actors, "it is not missed any more"
+    if again:
+        world.one("actor-0", Hello(role="actor", schema_hash=SCHEMA_HASH))
+        report(4, 1.0, 2.0)
+    else:
+        report(9, 4.0, 12.0)
+    assert activity.generated() == 9
+    assert activity.counters() == {"judge/labelled": 4.0, "throughput/actor_s/engine": 12.0}
 
 
 def test_counters_without_end_are_refused_by_name(tmp_path):
