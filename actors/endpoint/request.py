@@ -9,6 +9,7 @@ import json
 from typing import Any, NamedTuple
 
 from actors.endpoint.tools import ChatToolCall, canonical
+from actors.formats.chat import encodable
 
 _ROLES = {"system": "system", "developer": "system", "user": "user", "tool": "tool"}
 _NEUTRAL: dict[str, tuple[Any, ...]] = {  # keys of which only these values are supported
@@ -86,14 +87,12 @@ def decode(body: bytes) -> ChatRequest:
     messages = tuple(map(_message, _list(value, "messages")))
     _require(bool(messages), "messages: the list is empty")
     _require(messages[-1].role != "assistant", "messages: the last one must not be the assistant's")
-    tools = _list(value, "tools")
-    for tool in tools:
-        _function(tool)
+    tools, tools_text = _tools(value)
     options = value.get("stream_options")
     return ChatRequest(
         messages=messages,
         tools=tools,
-        tools_text=canonical(tools),
+        tools_text=tools_text,
         calling=bool(tools) and value.get("tool_choice") != "none",
         max_tokens=_max_tokens(value),
         stop=_stop(value.get("stop")),
@@ -120,7 +119,9 @@ def _message(value: Any) -> ChatMessage:
     role, content = value.get("role"), _text(value.get("content"))
     if role == "assistant":
         return ChatMessage(role, content.strip(), tuple(map(_call, _list(value, "tool_calls"))))
-    _require(role in _ROLES, f"messages: the role {role!r} is not supported")
+    _require(
+        isinstance(role, str) and role in _ROLES, f"messages: the role {role!r} is not supported"
+    )
     return ChatMessage(_ROLES[role], content)
 
 
@@ -134,7 +135,7 @@ def _text(content: Any) -> str:
         _require(len(texts) == len(parts), "messages: content must be text")
         content = "".join(texts)
     _require(isinstance(content, str), "messages: content must be text")
-    return content.encode(errors="replace").decode()
+    return encodable(content)
 
 
 def _call(value: Any) -> ChatToolCall:
@@ -150,6 +151,17 @@ def _call(value: Any) -> ChatToolCall:
         return ChatToolCall(name, canonical(found))
     except (TypeError, ValueError, RecursionError):
         raise RequestRefused("messages: arguments of a tool call must be JSON") from None
+
+
+def _tools(value: dict[str, Any]) -> tuple[list[dict[str, Any]], str]:
+    """Return the specs of the tools and their canonical text."""
+    tools = _list(value, "tools")
+    for tool in tools:
+        _function(tool)
+    try:
+        return tools, canonical(tools)
+    except (ValueError, RecursionError) as error:
+        raise RequestRefused(f"tools: {error}") from None
 
 
 def _function(tool: Any) -> None:
@@ -171,7 +183,7 @@ def _stop(value: Any) -> tuple[str, ...]:
     stops = [value] if isinstance(value, str) else [] if value is None else value
     fits = isinstance(stops, list) and len(stops) <= MAX_STOPS
     _require(
-        fits and all(isinstance(text, str) and text for text in stops),
-        f"stop: must be at most {MAX_STOPS} non-empty texts",
+        fits and all(isinstance(one, str) and one and one == encodable(one) for one in stops),
+        f"stop: must be at most {MAX_STOPS} non-empty texts that UTF-8 can encode",
     )
     return tuple(stops)

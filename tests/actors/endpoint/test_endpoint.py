@@ -819,6 +819,7 @@ def test_who_says_nothing_is_hung_up_on_and_who_waits_for_an_answer_is_not(
         ({"messages": []}, "messages"),
         ({"messages": {"role": "user"}}, "messages"),
         ({"messages": [{"role": "wizard", "content": ""}]}, "wizard"),
+        ({"messages": [{"role": ["user"], "content": ""}]}, "messages: the role"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "content"),
         ({"messages": [*ASK, {"role": "assistant", "content": "a"}]}, "assistant"),
         (
@@ -834,7 +835,9 @@ def test_who_says_nothing_is_hung_up_on_and_who_waits_for_an_answer_is_not(
         ),
         ({"max_tokens": 0}, "max_tokens"),
         ({"stop": [""]}, "stop"),
+        ({"stop": "\ud800"}, "stop"),  # it would end the engine
         ({"tools": [{"type": "function"}]}, "tools"),
+        ({"tools": [LOOK | {"strict": float("nan")}]}, "tools"),
     ],
 )
 def test_what_cannot_be_honoured_is_refused_by_its_name(change: dict[str, Any], named: str) -> None:
