@@ -21,7 +21,6 @@ class TurnEnd(NamedTuple):
 
     messages: int
     tokens: int
-    ended: bool  # with the template's end-of-turn token
 
 
 @dataclass(eq=False)
@@ -55,11 +54,10 @@ class PendingCall(NamedTuple):
 class Recorder:
     """Threads of one episode. `merged`: number of calls that continued a thread."""
 
-    def __init__(self, template: Template, end_of_turn: int | None) -> None:
+    def __init__(self, template: Template) -> None:
         self.merged = 0
         self.turns = 0
         self._template = template
-        self._end_of_turn = end_of_turn
         self._threads: list[ChatThread] = []
         self._numbers = 0
 
@@ -68,7 +66,8 @@ class Recorder:
         thread, point = self._longest_match(request)
         if thread is None or point is None:
             return self._from_template(request)
-        delta = self._template.next(request.messages[point.messages :], point.ended)
+        last = thread.stream.tokens[point.tokens - 1]
+        delta = self._template.next(request.messages[point.messages :], last)
         if point is thread.points[-1] and not thread.busy:
             thread.busy = True
             return PendingCall(request=request, thread=thread, tokens=delta, merged=True)
@@ -81,8 +80,7 @@ class Recorder:
         thread.stream.write(generation, self.turns)
         thread.history = (*pending.request.messages, message)
         thread.tools = pending.request.tools_text
-        ended = generation.tokens[-1:] == [self._end_of_turn]
-        thread.points.append(TurnEnd(len(thread.history), len(thread.stream.tokens), ended))
+        thread.points.append(TurnEnd(len(thread.history), len(thread.stream.tokens)))
         thread.busy = False
         self.turns += 1
         self.merged += pending.merged

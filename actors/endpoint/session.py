@@ -55,7 +55,7 @@ class EndpointSession:
     _threads: set[str] = field(default_factory=set)  # names that the engine holds a cache for
 
     def __post_init__(self) -> None:
-        self.recorder = Recorder(self.template, self.setting.chat.end_of_turn)
+        self.recorder = Recorder(self.template)
         self._name = f"{self.ticket.group_id}/{self.member}/{self.ticket.attempt}"
         self._began = asyncio.get_running_loop().time()
 

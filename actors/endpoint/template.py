@@ -38,14 +38,14 @@ class Template:
             messages, tools = [described, *messages], []
         return self._chat.tokens_of(self._render(messages, tools))
 
-    def next(self, messages: tuple[ChatMessage, ...], ended: bool) -> list[int]:
-        """Render the tokens between the policy's last turn and its next. Raise RequestRefused.
+    def next(self, messages: tuple[ChatMessage, ...], last: int) -> list[int]:
+        """Render the tokens between the policy's turn, whose last token is `last`, and its next.
 
-        `ended`: the last sampled token was the end-of-turn token, which is then left out here.
+        Raise RequestRefused.
         """
         before = [{"role": "user", "content": ""}, {"role": "assistant", "content": ASSISTANT}]
         _, _, after = self._render([*before, *self._messages(messages)], []).partition(ASSISTANT)
-        return self._chat.tokens_of(after)[ended:]
+        return self._chat.behind(last, self._chat.tokens_of(after))
 
     def _messages(self, messages: tuple[ChatMessage, ...]) -> list[dict[str, Any]]:
         """Convert messages to the roles that the template supports."""

@@ -53,13 +53,16 @@ class Chat:
         self.between, found_too, self.opening = after.partition(USER)
         if not (found and found_too):
             raise ValueError("chat template: it does not render every message as it is")
-        leading = self.tokens_of(self.between)[:1]
-        special = leading and leading[0] in tokenizer.added_tokens_decoder
-        self.end_of_turn: int | None = leading[0] if special else None
-        ends = (self.end_of_turn, tokenizer.eos_token_id)
-        self.stop_tokens = frozenset(token for token in ends if token is not None)
+        eos: int | None = tokenizer.eos_token_id
+        self.stop_tokens = frozenset(() if eos is None else (eos,))
         if tokenizer.name_or_path:  # the directory of its model
             self.stop_tokens |= end_tokens(tokenizer.name_or_path)
+        ending, self.end_of_turn = self.tokens_of(self.between), eos
+        if ending and ending[0] in tokenizer.added_tokens_decoder:
+            self.end_of_turn = ending[0]
+            self.stop_tokens |= {ending[0]}
+        elif self.behind(eos, ending) == ending:  # not behind a blank either, as Llama 2 has it
+            self.end_of_turn = None
 
     @property
     def vocabulary(self) -> int:
@@ -102,13 +105,20 @@ class Chat:
                     text = text.replace(name, f"{name[0]} {name[1:]}" if name[1:] else "")
         return text
 
-    def next(self, user: str, prefix: str, ended: bool) -> list[int]:
-        """Return the tokens from the end of the policy's turn to the beginning of its next.
-
-        `ended`: the last sampled token was `end_of_turn`, which then must not come twice.
-        """
+    def next(self, user: str, prefix: str, last: int | None) -> list[int]:
+        """Return the tokens from the end of the policy's turn, its token `last`, to the beginning
+        of its next."""
         tokens = self.tokens_of(self.between + self.plain(user) + self.opening)
-        return tokens[ended:] + self.tokens_of(prefix)
+        return self.behind(last, tokens) + self.tokens_of(prefix)
+
+    def behind(self, last: int | None, tokens: list[int]) -> list[int]:
+        """Return the template's tokens behind a turn, whose own is `last`, without the one that
+        ends the turn if it is the same: it must not come twice. Blanks before it go with it."""
+        if last in self.stop_tokens and last in tokens:
+            place = tokens.index(last)
+            if not self._decode(tokens[:place]).strip():
+                return tokens[place + 1 :]
+        return tokens
 
     def message(self, user: str) -> tuple[list[int], list[int]]:
         """Return the tokens that `next` has before the user's message, and those of the message

@@ -80,8 +80,8 @@ class Conversation:
         if inline:
             after = chat.tokens_of(chat.plain(text))
         else:
-            ended = self._written[-1:] == [chat.end_of_turn]
-            after = chat.next(text, setting.format.prefix, ended)
+            last = self._written[-1] if self._written else None
+            after = chat.next(text, setting.format.prefix, last)
         self._turns.append(_Past(self._told, self._written, after))
         self._told = text
         whole = setting.context == "full" or len(self._turns) <= setting.window

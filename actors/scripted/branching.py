@@ -153,8 +153,7 @@ def world_rows(state: BranchState, setting: Setting) -> list[Sequence]:
     for tried in (state.expert, *state.others):
         turn = chat.turn(style.render_actions(tried.actions), style.stop_strings)
         before, said = chat.message(tried.told)
-        before = before[turn[-1] == chat.end_of_turn :]
-        shown = [*state.context, *turn, *before]
+        shown = [*state.context, *turn, *chat.behind(turn[-1], before)]
         room = setting.max_length - len(shown)
         if room > 0:
             rows.append(_row(shown, said[:room], state.turn))

@@ -135,7 +135,7 @@ def test_the_template_writes_conversations_as_training_does(template: str, prefi
     for n, text in enumerate(said):
         messages += [{"role": "assistant", "content": text}]
         messages += [{"role": "user", "content": f"u{n + 1}"}]
-        tokens += chat.tokens_of(text.removeprefix(prefix)) + chat.next(f"u{n + 1}", prefix, False)
+        tokens += chat.tokens_of(text.removeprefix(prefix)) + chat.next(f"u{n + 1}", prefix, None)
         assert rendered(add_generation_prompt=True) == tokenizer.decode(tokens)
     plain = tokenizer.apply_chat_template(messages, tokenize=False, strftime_now=TODAY.strftime)
     assert rendered() == plain, "without a generation prompt it is the original"

@@ -118,7 +118,7 @@ def _stream(chat: Chat, template: Template, rng: random.Random) -> tuple[list[in
     assert chat.end_of_turn is not None
     tokens = template.first(decode(json.dumps({"messages": asked, "tools": [PULL]}).encode()))
     learnt = [0] * len(tokens)
-    between = template.next((ChatMessage("tool", f"paid {paid}"),), True)
+    between = template.next((ChatMessage("tool", f"paid {paid}"),), chat.end_of_turn)
     for said, after in ((assistant_text("", (call,)), between), (f" {paid}", [])):
         sampled = [*chat.tokens_of(said), chat.end_of_turn]
         tokens += sampled + after

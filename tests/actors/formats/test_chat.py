@@ -37,7 +37,7 @@ def test_deltas_add_up_to_the_whole_template(
     tokens = CHAT.first(system, user, "<answer>")
     for answer, observation in turns:
         tokens += CHAT.tokens_of(answer + "</answer>") + [END] * ended
-        tokens += CHAT.next(observation, "<answer>", ended)
+        tokens += CHAT.next(observation, "<answer>", tokens[-1])
         messages += [("assistant", f"<answer>{answer}</answer>"), ("user", observation)]
     assert tokens == rendered(messages, "<answer>")
 
@@ -45,6 +45,37 @@ def test_deltas_add_up_to_the_whole_template(
 def test_end_of_turn_and_eos_stop_a_turn() -> None:
     assert CHAT.end_of_turn == END
     assert CHAT.stop_tokens == {END, TOKENIZER.eos_token_id}
+
+
+LLAMA_2 = (
+    "{% for message in messages %}{% if message['role'] == 'assistant' %}"
+    " {{ message['content'] }} <|endoftext|>"
+    "{% else %}[INST] {{ message['content'] }} [/INST]{% endif %}{% endfor %}"
+)
+
+
+def test_the_token_that_ends_a_turn_comes_once_behind_a_blank_too() -> None:
+    tokenizer = make_tokenizer(LLAMA_2)
+    chat, end = Chat(tokenizer), tokenizer.eos_token_id
+    assert chat.end_of_turn == end and chat.turn("left", ("stop",))[-1] == end
+    ended, cut = [*chat.tokens_of("left"), end], chat.tokens_of("left")
+    for turn, between in ((ended, ""), (cut, " <|endoftext|>")):
+        tokens = turn + chat.next("saw", "", turn[-1])
+        assert tokenizer.decode(tokens) == f"{tokenizer.decode(turn)}{between}[INST] saw [/INST]"
+
+
+def test_a_token_that_heads_the_next_message_comes_once_and_is_no_other(tmp_path: Path) -> None:
+    """As with GLM, where the head of a user's or of a tool's message ends a turn."""
+    heads = "{% for message in messages %}<|im_start|>{{ message['content'] }}{% endfor %}"
+    make_tokenizer(heads).save_pretrained(tmp_path)
+    user, tool = TOKENIZER.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"])
+    (tmp_path / GENERATION).write_text(json.dumps({"eos_token_id": [user, tool]}))
+    chat = Chat(load_tokenizer(tmp_path))
+    assert chat.stop_tokens > {user, tool}
+    shown = chat.tokens_of("shown")
+    for last in (user, tool):
+        for head in (user, tool):
+            assert chat.behind(last, [head, *shown]) == [head, *shown][last == head :]
 
 
 def test_a_model_can_name_more_tokens_that_end_a_turn(tmp_path: Path) -> None:
@@ -105,7 +136,7 @@ def test_what_an_environment_says_holds_no_special_token(first: str, later: str)
     """Whatever it spells: there are those of the template, and no more."""
     for said, harmless in (
         (CHAT.first("s", first, ""), CHAT.first("s", "", "")),
-        (CHAT.next(later, "", False), CHAT.next("", "", False)),
+        (CHAT.next(later, "", None), CHAT.next("", "", None)),
     ):
         assert [t for t in said if t in SPECIAL] == [t for t in harmless if t in SPECIAL]
 
@@ -122,7 +153,7 @@ def test_experience_stays_between_its_markers(text: str) -> None:
 @given(hostile)
 def test_only_experience_stands_between_its_markers(text: str) -> None:
     """What looks like it in a task or an observation would be trained, and never stripped."""
-    for said in (CHAT.first(text, text, ""), CHAT.next(text, "", False)):
+    for said in (CHAT.first(text, text, ""), CHAT.next(text, "", None)):
         shown = TOKENIZER.decode(said, clean_up_tokenization_spaces=False)
         assert not re.search("</?experience", shown)
 

@@ -923,7 +923,7 @@ def test_an_explorer_reads_what_the_user_said(tiny: bool):
     chat = Chat(make_tiny_tokenizer(512)) if tiny else CHAT
     seen = "row 1 column 2\nleft ice"
     assert chat.said(chat.first("walk .", seen, "<answer>"), "<answer>") == seen
-    assert chat.said(chat.next(seen, "<answer>", False), "<answer>") == seen
+    assert chat.said(chat.next(seen, "<answer>", None), "<answer>") == seen
 
 
 def test_the_profile_of_the_frozen_lake_is_one():

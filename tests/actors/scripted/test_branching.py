@@ -308,7 +308,7 @@ def test_what_cannot_be_branched_or_reflected_on_is_refused():
 def test_a_message_is_the_same_tokens_alone_as_between_turns():
     for text in ("", "row 1", "PSF_\n_O_G\nrow 1 column 2", "é <|end|> ü"):
         before, said = CHAT.message(text)
-        assert CHAT.next(text, "", False)[: len(before) + len(said)] == before + said
+        assert CHAT.next(text, "", None)[: len(before) + len(said)] == before + said
         assert TOKENIZER.decode(said) == CHAT.plain(text) + "<|im_end|>"
 
 
