@@ -24,6 +24,7 @@ from evolver_async.metrics.activity import BLOCKING, STEPPING
 from evolver_async.schema import Task, Ticket
 
 R = TypeVar("R")
+RAISED = Exception, SystemExit  # by a user's code, whose exit must not end the process
 
 _closing: set[asyncio.Future[None]] = set()  # closes of abandoned environments
 
@@ -74,7 +75,7 @@ class TimedEnvironment:
             stepping = self._progress.clock.during(STEPPING)
             with stepping, self._progress.during(self._member, doing):
                 return await self._timed(function, args, latency_s)
-        except (Exception, asyncio.CancelledError) as error:
+        except (*RAISED, asyncio.CancelledError) as error:
             if own_cancellation(error):
                 raise
             raise self.failure(doing, loop.time() - began, error) from error
@@ -131,10 +132,7 @@ class TimedEnvironment:
 
     def _blocking(self, function: Callable[..., Any], args: tuple[object, ...]) -> Any:
         with self._progress.clock.during(BLOCKING):
-            try:
-                return function(*args)
-            except SystemExit as error:
-                raise gave_up(error) from error
+            return function(*args)
 
     def _missed(self) -> TimeoutError:
         return TimeoutError(f"env.step_timeout_s is {self._timeout_s:g}")
@@ -165,13 +163,13 @@ class TimedEnvironment:
                 _keep(asyncio.wrap_future(self._thread.call(self.env.close)))
             else:
                 # What went wrong before is what counts.
-                with contextlib.suppress(Exception, asyncio.CancelledError):
+                with contextlib.suppress(*RAISED, asyncio.CancelledError):
                     self.env.close()
         if self._thread is not None:
             self._thread.end()
 
     async def _closed(self, close: Callable[[], Awaitable[None]]) -> None:
-        with contextlib.suppress(Exception):
+        with contextlib.suppress(*RAISED):
             async with asyncio.timeout(self._timeout_s):
                 await close()
 
@@ -223,7 +221,7 @@ class _Thread:
             try:
                 future.set_result(function(*args))
             except (SystemExit, KeyboardInterrupt) as error:  # they would end the process
-                future.set_exception(gave_up(error))
+                future.set_exception(RuntimeError(f"{type(error).__name__}: {error}"))
             except BaseException as error:
                 future.set_exception(error)
 
@@ -235,8 +233,3 @@ def own_cancellation(error: BaseException) -> bool:
     """
     task = asyncio.current_task()
     return isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling() > 0
-
-
-def gave_up(error: BaseException) -> RuntimeError:
-    """Return the failure of a call that wanted to end the process."""
-    return RuntimeError(f"{type(error).__name__}: {error}")

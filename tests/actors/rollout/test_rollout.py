@@ -286,6 +286,28 @@ def test_what_a_step_must_not_do_is_the_environments_failure(
         roll_out(corridor(env=Sloppy, **params), setting(), FakeEngine({"0/0/0": say(RIGHT)}))
 
 
+class Leaving(Corridor):
+    """Async, and wants to end the process in one of its calls."""
+
+    def __init__(self, *, at: str) -> None:
+        super().__init__()
+        self.leaves_at = at
+
+    async def step(self, action: str) -> Step:  # pyright: ignore[reportIncompatibleMethodOverride]
+        await asyncio.sleep(0)
+        raise SystemExit(3) if self.leaves_at == "step" else OSError("the floor fell in")
+
+    async def close(self) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        if self.leaves_at == "close":
+            raise SystemExit(4)
+
+
+@pytest.mark.parametrize(("at", "named"), [("step", "SystemExit: 3"), ("close", "OSError: the f")])
+def test_no_call_that_is_awaited_ends_the_process(at: str, named: str) -> None:
+    with pytest.raises(EnvironmentFailure, match=f"Leaving.*{named}"):
+        roll_out(corridor(env=Leaving, at=at), setting(), FakeEngine({"0/0/0": say(RIGHT)}))
+
+
 class Numeric(Corridor):
     """Computes with numpy, also its verdict and its score; `reward` is that of the last step."""
 
