@@ -54,6 +54,22 @@ def write_samples(path: Path, tokenizer: Any, data: Trained, count: int) -> None
     unfinished.replace(path)
 
 
+def drop_oldest(directory: Path, limit_bytes: int) -> None:
+    """Remove the samples that were written first until the others take at most `limit_bytes`.
+
+    The newest ones stay. A time tells the order, as the steps of a lineage that the run has left
+    can be larger.
+    """
+    found = [(path, path.stat()) for path in directory.glob("step_*.jsonl")]
+    found.sort(key=lambda one: one[1].st_mtime_ns)
+    over = sum(facts.st_size for _, facts in found) - limit_bytes
+    for path, facts in found[:-1]:
+        if over <= 0:
+            return
+        path.unlink()
+        over -= facts.st_size
+
+
 def _parts(sequence: Sequence, tokenizer: Any) -> list[tuple[str, str, int]]:
     """Cut the sequence into runs of (role, text, turn); a context has the turn that it precedes."""
     action = sequence.roles == Role.ACTION

@@ -6,7 +6,7 @@ from evolver_async.config import Config
 from evolver_async.metrics.activity import ActorShares
 from evolver_async.metrics.writer import Metrics, Timers
 from evolver_async.model import policy
-from learner.diagnostics.samples import write_samples
+from learner.diagnostics.samples import drop_oldest, write_samples
 from learner.diagnostics.step_result import StepResult
 from learner.state import LearnerState
 
@@ -42,6 +42,7 @@ class StepRows:
         path = self.run_dir / "samples" / f"step_{state.take:06d}.jsonl"
         if outcome.data is not None and metrics.samples and take % metrics.samples_every == 0:
             write_samples(path, self.tokenizer, outcome.data, metrics.samples)
+            drop_oldest(path.parent, metrics.samples_bytes)
         else:
             path.unlink(missing_ok=True)  # of a lineage that the run has left
         if outcome.histograms:

@@ -165,6 +165,8 @@ class MetricsConfig:
     sinks: list[ImportPath] = field(default_factory=list)
     samples: int = 2  # trajectories written to <run>/samples every `samples_every` rl steps
     samples_every: Count = 10
+    # of <run>/samples; beyond it the files that were written first go, the newest one stays
+    samples_bytes: Annotated[int, Range(ge=1 << 20)] = 1 << 30
     # auto: a live panel on a terminal, else lines
     panel: Literal["auto", "panel", "lines", "none"] = "auto"
     # host:port at which the launcher serves STATUS and the newest metrics to Prometheus

@@ -1,6 +1,7 @@
 """Samples and histograms of a step against its groups."""
 
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,7 @@ from evolver_async.schema import Role
 from learner.data.batch import LogProbs
 from learner.diagnostics.histograms import step_histograms
 from learner.diagnostics.offpolicy import Accounting
-from learner.diagnostics.samples import write_samples
+from learner.diagnostics.samples import drop_oldest, write_samples
 from learner.diagnostics.step_result import Trained
 from learner.state import LearnerState
 
@@ -100,3 +101,15 @@ def test_a_take_counts_its_turns_and_its_trained_tokens() -> None:
         group.use = 1
     state.count(groups, 5, 1)
     assert state.progress()["progress/env_steps"] == 2.0 * turns + 9.0, "they were played once"
+
+
+def test_samples_beyond_their_bound_are_dropped_by_the_time_of_writing(tmp_path: Path) -> None:
+    written = ("step_000010", "step_000300", "step_000020", "step_000100")  # 300: before a rollback
+    for moment, name in enumerate(written):
+        path = tmp_path / f"{name}.jsonl"
+        path.write_bytes(b"x" * 100)
+        os.utime(path, (moment, moment))
+    for limit, kept in ((400, 4), (399, 3), (200, 2), (50, 1)):
+        drop_oldest(tmp_path, limit)
+        names = {path.stem for path in tmp_path.iterdir()}
+        assert names == set(written[len(written) - kept :])
