@@ -23,7 +23,7 @@ from evolver_async.results.final_ledger import NoLedger, final_ledger
 from evolver_async.results.table import MetricTable
 from evolver_async.transport.client import Rejected
 from evolver_async.watch.live import exact_values, steps_of
-from evolver_async.watch.runs import END, Ending, ending_of
+from evolver_async.watch.runs import END, Ending, best_of, digests, ending_of, evaluations
 from evolver_async.watch.status import ask
 from evolver_async.watch.throughput import Setup
 from evolver_async.watch.view import View
@@ -48,17 +48,19 @@ class LoggedError:
 class RunSnapshot:
     """Everything that the views show of a run at one moment.
 
-    `cells`: names and texts of the newest step. `times`: those of the processes' time, with the
-    advice. `status`: the newest answer to STATUS, None without
-    one. `silence`: the reason why the buffer gives no answer now, "" if it gives one. `ended`: the
-    groups by state and the ledger of a run that has ended, None if they are not known; `unknown`
-    says why. `errors`: of the logs of a run that has ended.
+    `best`: the best success of the evaluations like the last one, None without any. `cells`: names
+    and texts of the newest step. `times`: those of the processes' time, with the advice. `status`:
+    the newest answer to STATUS, None without one. `silence`: the reason why the buffer gives no
+    answer now, "" if it gives one. `ended`: the groups by state and the ledger of a run that has
+    ended, None if they are not known; `unknown` says why. `errors`: of the logs of a run that has
+    ended.
     """
 
     name: str
     end: Ending
     steps: MetricTable
     evaluations: MetricTable
+    best: float | None = None
     events: list[RunEvent] = field(default_factory=list)
     cells: list[tuple[str, str]] = field(default_factory=list)
     times: list[tuple[str, str]] = field(default_factory=list)
@@ -91,6 +93,7 @@ class RunFeed:
         self._rows: list[dict[str, Any]] = []
         self._restarts: list[RunEvent] = []
         self._log_size = -1
+        self._digest_of = digests(config)
         setups = Setup.by_stage(config)
         steps = steps_of(config, run_dir)
         self._view = View(run_dir.name, steps, exact_values(run_dir), setups)
@@ -176,7 +179,9 @@ class RunFeed:
             known = current_rows(self._rows)
             self._steps = MetricTable(_of_kind("take", known))
         self._evaluations = MetricTable(_of_kind("eval", known))
+        evaluated = evaluations(self._evaluations)
         return {
+            "best": best_of(evaluated, self._digest_of)["eval/success"] if evaluated else None,
             "steps": self._steps,
             "evaluations": self._evaluations,
             "events": [*events(self._rows, self._steps), *self._restarts],

@@ -97,13 +97,12 @@ def headline(snapshot: RunSnapshot, width: int) -> list[Text]:
     cells = [one for one in snapshot.cells if one[0] not in left_out]
     if not cells:
         cells = [("waiting", "for the first step") if snapshot.live else ("steps", "none")]
-    evaluations = snapshot.evaluations
-    if "eval/success" in evaluations:
+    if snapshot.best is not None:
+        evaluations = snapshot.evaluations
         success = _finite(evaluations["eval/success"])
-        if len(success):
-            distinct = texts.number(evaluations.rows[-1].get("eval/distinct"))
-            best = f"best {success.max():.3f}, {distinct} distinct"
-            cells.insert(1, ("eval success", f"{success[-1]:.3f} ({best})"))
+        distinct = texts.number(evaluations.rows[-1].get("eval/distinct"))
+        best = f"best {snapshot.best:.3f}, {distinct} distinct"
+        cells.insert(1, ("eval success", f"{success[-1]:.3f} ({best})"))
     lines = [Text()]
     for name, value in cells:
         part = Text.assemble((f"{name} ", DIM), (value, "bold"), "   ")

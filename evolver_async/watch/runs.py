@@ -9,12 +9,16 @@ import re
 import shlex
 import signal
 import time
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+from evolver_async.buffer.stages import evaluation_digest
 from evolver_async.checkpoint.directory import resumable
-from evolver_async.config.load import load
+from evolver_async.config import Config, ConfigError
+from evolver_async.config.load import load, stage_config
 from evolver_async.files import write_whole
 from evolver_async.launch.run_directory import last_lines
 from evolver_async.metrics.alarms import alarms_line
@@ -51,19 +55,6 @@ class Ending:
             "failed": f"failed with exit code {self.code}: {self.reason}",
             "killed": "killed: no launcher runs, and none has recorded an end",
         }[self.state]
-
-
-@dataclass(frozen=True)
-class RunProgress:
-    """Progress of a run, from its metrics: the newest step, its last and its best evaluation.
-
-    `last`: row of the evaluation with the largest step, None before the first.
-    """
-
-    step: int
-    last: dict[str, Any] | None
-    best: float | None
-    best_step: int | None
 
 
 def begin(run_dir: Path) -> None:
@@ -108,13 +99,12 @@ def summary(run_dir: Path, ending: Ending) -> list[str]:
         lines = [ending.text, f"logs: {run}/logs"]
         return [*lines, *filter(None, [alarms]), resume]
     config = load(run_dir / "config.yaml")
-    progress = progress_of(rows)
-    success = "not evaluated"
-    if progress.last is not None:
-        best = f"best {progress.best:.3f} at step {progress.best_step}"
-        last = progress.last
-        success = f"eval success {last['eval/success']:.3f} over {played(last)} ({best})"
-    lines = [f"{ending.state} at step {progress.step}, {success}", *time_lines(rows, config)]
+    step, evaluated, success = last_step(rows), evaluations(rows), "not evaluated"
+    if evaluated:
+        last, best = evaluated[-1], best_of(evaluated, digests(config))
+        success = f"eval success {last['eval/success']:.3f} over {played(last)}"
+        success += f" (best {best['eval/success']:.3f} at step {best['step']})"
+    lines = [f"{ending.state} at step {step}, {success}", *time_lines(rows, config)]
     lines += filter(None, [alarms])
     if saved := resumable(run_dir / "checkpoints"):
         lines.append(f"checkpoint: {_short(saved[-1][0])}")
@@ -133,18 +123,45 @@ def summary(run_dir: Path, ending: Ending) -> list[str]:
     return [*lines, f"export: evolver-async export {run} OUT"]
 
 
-def progress_of(rows: list[dict[str, Any]]) -> RunProgress:
-    """Return the progress of a run by the rows of its newest lineage."""
+def last_step(rows: list[dict[str, Any]]) -> int:
+    """Return the newest step of the rows of a lineage, 0 before the first."""
+    return max((row["step"] for row in rows), default=0)
+
+
+def evaluations(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the rows of evaluations by step: an earlier one can end later."""
     found = (row for row in rows if row.get("eval/success") is not None)
-    evaluated = sorted(found, key=lambda row: row["step"])  # an earlier one can end later
-    values = [(row["eval/success"], row["step"]) for row in evaluated]
-    best, best_step = max(values, default=(None, None))
-    return RunProgress(
-        step=max((row["step"] for row in rows), default=0),
-        last=evaluated[-1] if evaluated else None,
-        best=best,
-        best_step=best_step,
-    )
+    return sorted(found, key=lambda row: row["step"])
+
+
+def digests(config: Config) -> Callable[[float], str]:
+    """Return a function from a stage to the digest of its evaluations, which it keeps.
+
+    A stage that cannot be read, as one whose task file is gone, has a digest of its own.
+    """
+
+    @cache
+    def digest_of(stage: float) -> str:
+        try:
+            return evaluation_digest(stage_config(config, int(stage)))
+        except (ConfigError, IndexError):  # a resume can have added stages
+            return f"stage {stage}"
+
+    return digest_of
+
+
+def best_of(
+    evaluated: Sequence[dict[str, Any]], digest_of: Callable[[float], str]
+) -> dict[str, Any]:
+    """Return the best of some evaluations by step, of equal ones the newer.
+
+    Only those like the last one count: success on other tasks cannot be compared.
+    """
+    last = evaluated[-1]["eval/stage"]
+    stages = {row["eval/stage"] for row in evaluated} - {last}
+    like = {last, *(one for one in stages if digest_of(one) == digest_of(last))}
+    alike = [row for row in evaluated if row["eval/stage"] in like]
+    return max(alike, key=lambda row: (row["eval/success"], row["step"]))
 
 
 def listed(directory: Path) -> list[dict[str, Any]]:
@@ -165,14 +182,13 @@ def listed(directory: Path) -> list[dict[str, Any]]:
 
 
 def _summary(run_dir: Path) -> dict[str, Any]:
-    progress = progress_of(current_rows(Tail(run_dir / "metrics.jsonl").rows()))
-    last = progress.last or {}
-    ending = ending_of(run_dir)
+    rows = current_rows(Tail(run_dir / "metrics.jsonl").rows())
+    last, ending = next(reversed(evaluations(rows)), {}), ending_of(run_dir)
     state = "running" if is_running(run_dir) else ending.state
     return {
         "name": run_dir.name,
         "state": state,
-        "step": progress.step,
+        "step": last_step(rows),
         "success": last.get("eval/success"),
         "distinct": last.get("eval/distinct"),
         "time": ending.time,

@@ -161,6 +161,7 @@ def test_the_last_lines_say_how_it_ended_and_what_comes_next(run_dir: Path) -> N
             "eval/success": success,
             "eval/episodes": 8,
             "eval/distinct": 3,
+            "eval/stage": 0.0,
         }
         for step, success in ((2, 0.75), (5, 0.5))
     ]
@@ -195,6 +196,25 @@ def test_the_last_lines_say_how_it_ended_and_what_comes_next(run_dir: Path) -> N
         )
     assert runs.end(run_dir, 1).reason == "actor-0 is not started again:\n  line 3\nKeyError: 'x'"
     assert said[-1] == f"continue: evolver-async train --resume {run_dir}"
+
+
+def test_the_best_success_is_that_of_evaluations_like_the_last(run_dir: Path) -> None:
+    """A cold start on easier tasks succeeds more often than the stage that follows."""
+    stages = [
+        StageConfig(steps=5, override={"env": {"params": {"size": 3}}}),
+        StageConfig(steps=5),
+        StageConfig(steps=5, override={"learner": {"lr": 0.1}}),
+    ]
+    dump(Config(stages=stages), run_dir / "config.yaml")
+    numbers = {"lineage": 1, "eval/episodes": 8, "eval/distinct": 3}
+    evaluated = ((5, 0, 1.0), (8, 1, 0.75), (10, 1, 0.25), (15, 2, 0.5))
+    rows = [
+        numbers | {"step": step, "eval/stage": float(stage), "eval/success": success}
+        for step, stage, success in evaluated
+    ]
+    (run_dir / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    said = runs.summary(run_dir, runs.end(run_dir, 0))
+    assert said[0].endswith("0.500 over 8 episodes, 3 distinct (best 0.750 at step 8)")
 
 
 def test_the_last_lines_name_the_alarms_and_their_steps(run_dir: Path) -> None:

@@ -139,7 +139,7 @@ async def test_experience_judge_and_questioning_have_a_view(
     write_rows(made.run_dir, 12, **guided)
     write_rows(made.run_dir, 1, 13, **guided | {"judge/agreement": None})
     with open(made.run_dir / "metrics.jsonl", "a") as file:
-        evaluated = {"eval/success": 0.5, "eval/episodes": 8, "eval/distinct": 3}
+        evaluated = {"eval/success": 0.5, "eval/episodes": 8, "eval/distinct": 3, "eval/stage": 0}
         file.write(json.dumps({"step": 13, "lineage": 1, **evaluated}) + "\n")
     made.close()
     app = RunDashboard(RunFeed(made.run_dir, made.config))

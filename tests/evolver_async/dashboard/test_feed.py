@@ -21,7 +21,7 @@ def take(lineage: int, step: int) -> dict[str, Any]:
 
 
 def evaluation(lineage: int, step: int) -> dict[str, Any]:
-    played = {"eval/episodes": 8.0, "eval/distinct": 8.0, "time_s": 1.0}
+    played = {"eval/episodes": 8.0, "eval/distinct": 8.0, "eval/stage": 0.0, "time_s": 1.0}
     return {"step": step, "lineage": lineage, "eval/success": step / 8, **played}
 
 
@@ -72,3 +72,15 @@ def test_a_new_step_converts_no_earlier_one(feed: RunFeed, monkeypatch: pytest.M
         assert len(feed.snapshot.steps["train/success"]) == step - 1
         grow(feed, take(1, step))
     assert counts == [8, 1, 1]
+
+
+def test_the_best_success_is_that_of_evaluations_like_the_last(tmp_path: Path) -> None:
+    easier = {"env": {"params": {"size": 3}}}
+    config = Config(stages=[StageConfig(steps=9, override=easier), StageConfig(steps=9)])
+    dump(config, tmp_path / "config.yaml")
+    feed = RunFeed(tmp_path, config)
+    grow(feed, take(1, 1), evaluation(1, 8))
+    assert feed.snapshot.best == 1.0
+    for stage in (1.0, 2.0):  # the last one was added by a resume, after the configuration was read
+        grow(feed, evaluation(1, 10 + int(stage)) | {"eval/stage": stage, "eval/success": 0.5})
+        assert feed.snapshot.best == 0.5
