@@ -5,7 +5,7 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,11 +31,12 @@ class Tail:
 
         `most_bytes`: read no more at a time; rows must be shorter. -1: read everything.
         """
-        if not self.path.exists():
+        try:
+            with open(self.path, "rb") as file:
+                file.seek(self.offset)
+                content = file.read(most_bytes)
+        except FileNotFoundError:
             return []
-        with open(self.path, "rb") as file:
-            file.seek(self.offset)
-            content = file.read(most_bytes)
         complete = content[: content.rfind(b"\n") + 1]
         found = [row_of(line) for line in complete.split(b"\n")[:-1]]
         if missing := [number for number, row in enumerate(found, self.lines + 1) if row is None]:
@@ -52,6 +53,25 @@ class Tail:
         while self.offset > before:
             before = self.offset
             yield self.rows(PIECE_BYTES)
+
+
+def last_rows(path: Path, enough: Callable[[list[dict[str, Any]]], bool]) -> list[dict[str, Any]]:
+    """Return the last rows of a file: as many as `enough` wants, or all.
+
+    The file of a long run is not read whole. Unreadable rows are left out.
+    """
+    if not path.exists():
+        return []
+    size, piece = path.stat().st_size, PIECE_BYTES
+    while True:
+        with open(path, "rb") as file:
+            file.seek(max(0, size - piece))
+            lines = file.read(min(piece, size)).split(b"\n")
+        whole = lines[piece < size : -1]  # without the part of a line at the beginning
+        rows = [row for row in map(row_of, whole) if row is not None]
+        if piece >= size or enough(rows):
+            return rows
+        piece *= 4
 
 
 def append_row(path: Path, row: Mapping[str, Any]) -> None:

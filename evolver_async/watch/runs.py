@@ -23,7 +23,7 @@ from evolver_async.files import write_whole
 from evolver_async.launch.run_directory import last_lines
 from evolver_async.metrics.alarms import alarms_line
 from evolver_async.metrics.lineages import current_rows, key_of
-from evolver_async.metrics.tail import Tail
+from evolver_async.metrics.tail import Tail, last_rows
 from evolver_async.metrics.wandb_process import url_of
 from evolver_async.process.stopping import CODES
 from evolver_async.watch.cells import played
@@ -182,7 +182,7 @@ def listed(directory: Path) -> list[dict[str, Any]]:
 
 
 def _summary(run_dir: Path) -> dict[str, Any]:
-    rows = current_rows(Tail(run_dir / "metrics.jsonl").rows())
+    rows = current_rows(last_rows(run_dir / "metrics.jsonl", _has_last_evaluation))
     last, ending = next(reversed(evaluations(rows)), {}), ending_of(run_dir)
     state = "running" if is_running(run_dir) else ending.state
     return {
@@ -193,6 +193,18 @@ def _summary(run_dir: Path) -> dict[str, Any]:
         "distinct": last.get("eval/distinct"),
         "time": ending.time,
     }
+
+
+def _has_last_evaluation(rows: list[dict[str, Any]]) -> bool:
+    """True if the last rows of a run hold its evaluation with the largest step.
+
+    The row of an evaluation comes after that of its step, so those before an earlier step are of
+    earlier ones.
+    """
+    known = current_rows(rows)
+    evaluated = evaluations(known)
+    steps = (row["step"] for row in known if key_of(row).kind == "take")
+    return bool(evaluated) and any(step <= evaluated[-1]["step"] for step in steps)
 
 
 def ending_of(run_dir: Path) -> Ending:

@@ -13,6 +13,7 @@ from evolver_async.commands.recipes import recipe_path
 from evolver_async.config import Config, StageConfig
 from evolver_async.config.load import dump, load
 from evolver_async.launch.run_directory import locked
+from evolver_async.metrics import tail
 from evolver_async.watch import runs
 
 ROOT = Path(__file__).parents[2]
@@ -139,6 +140,44 @@ def test_the_list_of_runs_fits_a_terminal(
     assert len(lines) == 3 and all(len(line) <= 80 for line in lines), lines
     assert lines[1].split()[:5] == ["empty", "killed", "0", "–", "–"]
     assert lines[1].split()[5].startswith("1973-03-")
+
+
+def test_the_list_reads_as_much_of_the_metrics_as_it_shows(
+    run_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A late evaluation, one of steps that a resume has left, and none in the last rows."""
+
+    def take(lineage: int, step: int) -> dict[str, object]:
+        return {"lineage": lineage, "step": step, "stage_kind": "rl"}
+
+    def evaluation(lineage: int, step: int, success: float) -> dict[str, object]:
+        numbers = {"eval/success": success, "eval/episodes": 8, "eval/distinct": 8}
+        return {"lineage": lineage, "step": step, **numbers}
+
+    rows = [
+        *[take(1, step) for step in range(1, 101)],
+        *[evaluation(1, 70, 0.7), evaluation(1, 90, 0.9)],
+        *[take(2, step) for step in range(81, 201)],
+        evaluation(2, 20, 0.2),
+        *[take(2, step) for step in range(201, 301)],
+    ]
+    path = run_dir / "metrics.jsonl"
+    for size, success in ((len(rows), "0.700"), (100, "–")):
+        path.write_text("".join(f"{json.dumps(row)}\n" for row in rows[:size]))
+        for piece in (200, 2000, 1 << 19):
+            monkeypatch.setattr(tail, "PIECE_BYTES", piece)
+            assert main(["runs", str(run_dir.parent)]) == 0
+            line = capsys.readouterr().out.splitlines()[1]
+            assert line.split()[2:4] == [str(rows[size - 1]["step"]), success]
+
+    read = []
+    monkeypatch.setattr(tail, "row_of", lambda line: read.append(line) or json.loads(line))
+    monkeypatch.setattr(tail, "PIECE_BYTES", 200)
+    rows = [*[take(1, step) for step in range(1, 1001)], evaluation(1, 999, 0.5), take(1, 1001)]
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    assert main(["runs", str(run_dir.parent)]) == 0
+    assert capsys.readouterr().out.splitlines()[1].split()[2:4] == ["1001", "0.500"]
+    assert len(read) < 30
 
 
 def test_a_run_whose_files_are_damaged_hides_no_other(
