@@ -40,18 +40,21 @@ class Setup:
     slots: int = 1
     concurrent: int = 1
     staleness: int = 0
+    max_ready: float = 0.0
 
     @classmethod
     def by_stage(cls, config: Config) -> "list[Setup]":
         """Return the settings of every stage."""
+        buffers = [stage_config(config, index).buffer for index in range(len(config.stages))]
         return [
             cls(
                 serial=config.launch.kind == "serial",
                 slots=config.engine.slots,
                 concurrent=concurrent,
-                staleness=stage_config(config, index).buffer.max_staleness,
+                staleness=buffer.max_staleness,
+                max_ready=buffer.max_ready,
             )
-            for index, concurrent in enumerate(concurrent_members(config))
+            for buffer, concurrent in zip(buffers, concurrent_members(config), strict=True)
         ]
 
 
@@ -156,9 +159,12 @@ def advice(budget: TimeBudget, setup: Setup) -> str:
             " time. Run them side by side (launch.kind=local)."
         )
     if data >= WAITS and tickets >= WAITS:
+        change = f"allow more staleness (buffer.max_staleness, now {setup.staleness})"
+        if setup.max_ready:  # the tighter bound, as the check of the configuration sees to
+            change = f"let more groups be ready (buffer.max_ready, now {setup.max_ready:g})"
         return (
             f"Both sides wait for each other, the learner {data:.0%} and the actors {tickets:.0%}"
-            f" of their time: allow more staleness (buffer.max_staleness, now {setup.staleness})."
+            f" of their time: {change}."
         )
     if data >= WAITS:
         change = _actors(budget, setup)

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from evolver_async.config import Config, StageConfig
+from evolver_async.config import BufferConfig, Config, StageConfig
 from evolver_async.metrics.activity import ACTOR, LEARNER
 from evolver_async.watch.throughput import (
     SLOWS,
@@ -85,6 +85,14 @@ def test_the_advice_is_of_the_stage_of_the_newest_step() -> None:
 def test_both_waiting_asks_for_staleness() -> None:
     found = advice(budget(actor={"tickets": 0.4}, learner={"data": 0.3}), SETUP)
     assert "buffer.max_staleness, now 4" in found and "30%" in found and "40%" in found
+
+
+def test_both_waiting_asks_for_ready_groups_where_they_are_bounded() -> None:
+    """Actors stop for buffer.max_ready long before buffer.max_staleness is reached."""
+    config = Config(buffer=BufferConfig(max_ready=1.5), stages=[StageConfig(steps=1)])
+    waiting = row(1.0, 1.0, tickets=0.4, data=0.3) | {"stage": 0.0}
+    said = time_lines([waiting], config)[-1]
+    assert "buffer.max_ready, now 1.5" in said and "max_staleness" not in said
 
 
 @pytest.mark.parametrize(
