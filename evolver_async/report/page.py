@@ -120,8 +120,7 @@ def write_folder(directory: Path, content: PageContent) -> Path:
 
     They replace those of an earlier report. ConfigError for a folder with other files.
     """
-    if not is_report(directory):
-        raise ConfigError(f"{directory}: is not empty and no earlier report; choose another folder")
+    refuse_other_files(directory)
     page, parts = directory / "index.html", directory / PARTS
     parts.mkdir(parents=True, exist_ok=True)
     for script in parts.iterdir():
@@ -131,6 +130,12 @@ def write_folder(directory: Path, content: PageContent) -> Path:
         script = f'receiveTrajectories({index}, "{part}");\n'
         (parts / f"{index}.js").write_text(script, encoding="ascii")
     return page
+
+
+def refuse_other_files(directory: Path) -> None:
+    """Raise ConfigError for a folder that `write_folder` would not replace."""
+    if not is_report(directory):
+        raise ConfigError(f"{directory}: is not empty and no earlier report; choose another folder")
 
 
 def is_report(directory: Path) -> bool:

@@ -7,7 +7,13 @@ from pathlib import Path
 from evolver_async.config import Config, ConfigError
 from evolver_async.config.load import stage_config
 from evolver_async.report.browser import TrajectoryPages, pages
-from evolver_async.report.page import PageContent, html, write_folder, write_page
+from evolver_async.report.page import (
+    PageContent,
+    html,
+    refuse_other_files,
+    write_folder,
+    write_page,
+)
 from evolver_async.report.sections import sections
 from evolver_async.results.run import EMPTY, RunResults
 from evolver_async.watch import cells
@@ -41,6 +47,8 @@ def write(run: RunResults, out: Path | None = None) -> Written:
     if out is not None and out.is_dir() == out_page and out.exists():
         kind = "is a directory" if out_page else "is a file, not a directory; name a .html file"
         raise ConfigError(f"{out}: {kind}")
+    if out is not None and not out_page:
+        refuse_other_files(out)  # before the trajectories of a long run are read for minutes
     trajectories = run.trajectories
     kept = sum(one.kept for one in trajectories)
     single = out_page or (out is None and kept <= PAGE_TRAJECTORIES)

@@ -258,8 +258,14 @@ def test_a_page_of_long_trajectories_is_no_larger_than_one_of_many(run: MadeRun)
 
 @pytest.mark.parametrize("foreign", ["index.html", "trajectories/mine.npy", "notes.txt"])
 def test_a_folder_of_other_files_is_left_as_it_is(
-    run: MadeRun, tmp_path: Path, capsys: pytest.CaptureFixture[str], foreign: str
+    run: MadeRun,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    foreign: str,
 ) -> None:
+    """It is refused before the trajectories are read, which takes minutes for a long run."""
+    monkeypatch.setattr(write, "pages", None)
     run.step()
     run.close()
     path = tmp_path / "out" / foreign
