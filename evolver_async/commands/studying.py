@@ -36,6 +36,8 @@ def study(args: argparse.Namespace) -> int:
         raise ConfigError(f"--jobs: must be at least 1, is {args.jobs}")
     with as_config_errors():
         chosen = _study_of(args)
+        if (chosen.out / "config.yaml").exists():
+            raise ConfigError(f"--out: {chosen.out} is the directory of a run; choose another")
         if args.summary:
             return _summarize(chosen)
         check_starts(chosen.configs, args.jobs)

@@ -107,6 +107,16 @@ def test_a_study_needs_a_recipe_or_a_directory(ended: Ended, tmp_path: Path) -> 
     assert "starpo_z: is neither a file nor the name of a recipe" in ended("starpo_z")[1]
 
 
+def test_a_study_is_not_made_in_the_directory_of_a_run(
+    ended: Ended, recipe: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "study").mkdir()
+    (tmp_path / "study" / "config.yaml").touch()
+    code, said = ended(recipe)
+    assert code == 2 and f"{tmp_path}/study is the directory of a run" in said
+    assert [one.name for one in (tmp_path / "study").iterdir()] == ["config.yaml"]
+
+
 def test_a_dry_run_prints_the_cells_and_the_estimate(
     ended: Ended, recipe: Path, tmp_path: Path
 ) -> None:
