@@ -36,7 +36,8 @@ def fork(
         raise ConfigError("run.name: cannot be set with --fork, which names the new run")
     chosen, manifest = history.choose(run_dir / "checkpoints", run_dir.name, step)
     check_weights(before, config, manifest.files, "in a fork")
-    check_continues(run_dir, before, config, history.numbers(chosen))
+    state = history.numbers(chosen)
+    check_continues(run_dir, before, config, state and state | {"pending": []})  # `_start_anew`
     own_policy = config.policy.path == str(run_dir / "policy")
     pairs = zip(_evaluations_of(before), _evaluations_of(config), strict=False)
     comparable = all(old == new for old, new in pairs)

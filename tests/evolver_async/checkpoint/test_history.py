@@ -275,6 +275,17 @@ def test_a_finished_run_says_how_it_can_go_on(
         assert "stages[0]: cannot change, as it is over at step 8" in refused(
             capsys, "train", "--resume", finished, change
         )
+    directory = finished.parent / "best"
+    shutil.copytree(finished, directory / finished.name)
+    copied = directory / finished.name / "checkpoints"
+    awaiting = [one for one, _ in valid(copied) if history.numbers(one)["pending"]][-1]
+    assert history.numbers(awaiting)["finished"], "it waits for its last evaluation alone"
+    for one, _ in valid(copied):
+        (one / history.EVALUATION).unlink(missing_ok=True)
+    history.note(awaiting, CheckpointEvaluation(success=1.0, episodes=4, digest="last"))
+    assert "is finished" in refused(
+        capsys, "train", "--resume", copied.parent, "--step", "best", "--fork", "x"
+    ), "a fork evaluates nothing that its run has asked for"
     assert "with --fork, which names the new run" in refused(
         capsys, "train", "--resume", finished, "--fork", "x", "run.name=y"
     )
@@ -422,6 +433,7 @@ def test_a_fork_with_other_tasks_does_not_compare_itself_with_the_old_ones(
         ("other", "eval.split=validation", False),
         ("longer", "rollout.max_turns=2", False),
     ):
-        _, made = fork(finished, name, [f"run.dir={tmp_path}", change], "best")
+        changes = [f"run.dir={tmp_path}", change, "stages.1.steps=9"]
+        _, made = fork(finished, name, changes, "best")
         (checkpoint,) = [path for path, _ in valid(made / "checkpoints")]
         assert (history.evaluation_of(checkpoint) is not None) == noted
