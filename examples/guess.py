@@ -28,6 +28,10 @@ class Guess:
     def close(self) -> None:
         pass
 
+    # The first observation is always the same; this tells how many tasks an evaluation has played.
+    def content(self) -> str:
+        return str(self.number)
+
     # Optional: these two methods allow `sft` stages.
     def actions(self) -> list[str]:
         return [str(number) for number in range(self.limit + 1)]

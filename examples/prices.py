@@ -61,6 +61,10 @@ class Prices:
     def _cheapest(self) -> str:
         return min(self.prices, key=self.prices.__getitem__)
 
+    # The first observation is always the same; this tells how many tasks an evaluation has played.
+    def content(self) -> str:
+        return str(self.prices)
+
     # Optional: these two methods allow `sft` stages.
     def actions(self) -> list[str]:
         answers = [canonical(ANSWER_TOOL, {"text": item}) for item in self.prices]

@@ -38,6 +38,8 @@ def guessed(tmp_path_factory: pytest.TempPathFactory) -> Finished:
 def test_the_own_environment_is_trained_on(guessed: Finished) -> None:
     assert fmean(guessed.rl("train/format_errors")) < 0.1
     assert fmean(guessed.rl("train/success")) > 0.25  # random guesses reach .58
+    evaluated = [row for row in Tail(guessed.run_dir / "metrics.jsonl").rows() if not is_step(row)]
+    assert evaluated[-1]["eval/distinct"] == 4, "one for each number"
 
 
 def test_the_own_environment_answers_whatever_a_policy_writes() -> None:
