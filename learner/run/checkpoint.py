@@ -107,7 +107,10 @@ class Checkpoints:
             lasting |= {path for path, step in steps if step and step % every == 0}
         if self._rolls_back:
             good = self._unsuspected(state.stage)
-            lasting |= set(good[:1] + self._seen(good, state.take - self._patience)[-1:])
+            seen = self._seen(good, state.take - self._patience)
+            # The oldest of the others follows, when an alarm can go back to it: until then frequent
+            # ones would all be dropped.
+            lasting |= {*good[:1], *seen[-1:], *good[len(seen) :][:1]}
         return lasting
 
     def _with_weights(self, takes: set[int]) -> list[Path]:

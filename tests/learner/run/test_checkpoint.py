@@ -4,6 +4,8 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
+import pytest
+
 from evolver_async.checkpoint import history
 from evolver_async.checkpoint.directory import valid
 from evolver_async.config.load import load
@@ -33,6 +35,27 @@ def write(checkpoints: Checkpoints, state: LearnerState) -> None:
         (path / "state.json").write_text(json.dumps(asdict(state)))
 
     checkpoints.write(state, fill)
+
+
+@pytest.mark.parametrize(("every", "staleness"), [(1, 4), (10, 32), (25, 4)])
+def test_a_rollback_goes_back_no_further_than_it_must(
+    tmp_path: Path, every: int, staleness: int
+) -> None:
+    """Many newer checkpoints follow before an alarm could go back to one."""
+    rolls = ["stages=[{kind: rl, steps: 900}]", "safety.action=rollback"]
+    config = load(None, [*rolls, "checkpoint.keep=2", f"buffer.max_staleness={staleness}"])
+    checkpoints, state = Checkpoints(tmp_path / "run", config), LearnerState(lineage=1)
+    write(checkpoints, state)
+    for _ in range(203):
+        state.count([], 0, updates=1)
+        if state.take % every == 0:
+            write(checkpoints, state)
+    patience = config.safety.patience
+    chosen = checkpoints.go_back(state, patience)
+    earliest = state.take - patience - staleness - 1
+    assert len(valid(checkpoints.directory)) <= 6
+    assert earliest - max(every, patience + staleness) <= history.numbers(chosen)["take"]
+    assert history.numbers(chosen)["take"] <= earliest
 
 
 def success(version: int, success: float) -> EvalResult:
