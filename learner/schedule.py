@@ -81,8 +81,6 @@ def next_stage(state: LearnerState) -> None:
     state.stage_tokens = 0
     state.stage_seconds = 0.0
     state.eval_success = -1.0
-    state.empty_steps = 0
-    state.masked_steps = 0
     state.baseline = 0.0
     state.watched = Watched()
     state.rollbacks = 0

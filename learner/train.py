@@ -147,8 +147,7 @@ class Learner:
         take, stage, kind = self.state.take, self.state.stage, self.kind(self.state.stage)
         settings = self.stages(stage, self.state.rollbacks)
         learns, selects = kind == "rl", kind in ("rl", "dpo")  # those can filter all groups
-        if selects:
-            self.guard.count(settings, self.state, outcome)
+        self.guard.count(settings, self.state, outcome)
         alarms = self.guard.watch(settings, self.state, groups, outcome) if learns else []
         self.state.count(groups, outcome.tokens, outcome.updates)
         passed = self.clock.tick(self.state)

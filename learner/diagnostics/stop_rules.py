@@ -143,7 +143,7 @@ class Guard:
 
     def count(self, stage: Config, state: LearnerState, outcome: StepResult) -> None:
         """Count consecutive steps with nothing, or nearly nothing, to train."""
-        empty = not outcome.trained and not {NON_FINITE, TARGET_KL} & outcome.filtered.keys()
+        empty = not outcome.updates and not {NON_FINITE, TARGET_KL} & outcome.filtered.keys()
         masked = outcome.metrics.get("offpolicy/masked", 0.0) > stage.correction.max_masked
         state.empty_steps = state.empty_steps + 1 if empty else 0
         state.masked_steps = state.masked_steps + 1 if masked else 0

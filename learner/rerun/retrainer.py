@@ -55,8 +55,7 @@ class Retrainer:
             outcome = train_take(self.updater, self.stages, state, groups, forks)
         settings = self.stages(state.stage, state.rollbacks)
         learns = kind == "rl"
-        if kind in ("rl", "dpo"):
-            self.guard.count(settings, state, outcome)
+        self.guard.count(settings, state, outcome)
         if learns:
             # The reactions of the run are part of its takes; here alarms are only measured.
             measures = replace(settings, safety=replace(settings.safety, action="warn"))

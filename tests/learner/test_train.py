@@ -145,14 +145,25 @@ def test_told_to_end_without_a_buffer_it_leaves_a_checkpoint(tmp_path: Path) -> 
     assert len(valid(run_dir / "checkpoints")) == 1
 
 
-@pytest.mark.parametrize("kind", ["rl", "dpo"])
-def test_a_run_that_has_nothing_to_train_on_says_so(tmp_path: Path, kind: str) -> None:
+ONE_STEP = ", ".join(50 * ["{kind: rl, steps: 1}"])
+
+
+@pytest.mark.parametrize("stages", ["{kind: rl, steps: 50}", "{kind: dpo, steps: 50}", ONE_STEP])
+def test_a_run_that_has_nothing_to_train_on_says_so(tmp_path: Path, stages: str) -> None:
+    """Steps in a row, also of several stages."""
     selection = "selection={kind: spread, max_empty: 2}"
-    config, run_dir = prepared(
-        tmp_path, selection, f"stages=[{{kind: {kind}, steps: 50}}]", "learner.lr=0"
-    )
+    config, run_dir = prepared(tmp_path, selection, f"stages=[{stages}]", "learner.lr=0")
     with pytest.raises(TrainingError, match="2 steps in a row had nothing to train on"):
         run(config, run_dir)
+
+
+def test_a_supervised_step_between_empty_ones_has_something_to_train_on(tmp_path: Path) -> None:
+    stages = ", ".join(8 * ["{kind: rl, steps: 1}, {kind: sft, steps: 1}"])
+    selection = "selection={kind: spread, max_empty: 2}"
+    config, run_dir = prepared(tmp_path, selection, f"stages=[{stages}]", "learner.lr=0")
+    assert run(config, run_dir) == 0
+    kept = [row["selection/kept_share"] for row in rows(run_dir) if row.get("stage_kind") == "rl"]
+    assert kept.count(0.0) > 1
 
 
 class Bench:
