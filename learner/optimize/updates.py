@@ -80,11 +80,13 @@ class Applied:
 
 @dataclass(frozen=True)
 class _Update:
-    """An update; kl: how far its data had moved before it; moved: the weights that `lr` moved."""
+    """An update; known: its data of all ranks before it, if they are needed; kl: how far these had
+    moved; moved: the weights that `lr` moved."""
 
     minibatch: Minibatch
     accounting: Accounting
     terms: dict[str, float]
+    known: Accounting
     kl: float
     lr: float
     moved: list[torch.Tensor]
@@ -98,8 +100,8 @@ class UpdateLimits:
     `Accounting.ess_share`. max_cosine: the bound on the cosine of consecutive gradients (`align`),
     1 for none. target_kl: the bound on `Accounting.moved`, none while the critic warms up. Data
     beyond it end the step, and the last update is taken back, whose own data are measured once more
-    if those of the next one are within. counts_age: data of the next one can be beyond the bound by
-    their age, so that what the last update alone moved them counts.
+    if those of the next one are within. counts_age: data can be beyond the bound by their age, so
+    that what the last update alone moved them counts.
     """
 
     scales_lr: bool = False
@@ -145,17 +147,19 @@ class Stepper:
         scales, max_cosine = limits.scales_lr, limits.max_cosine
         rate = lr_at(step, stage.learner, steps=steps)
         others = [] if critic is None else [(critic.critic.optimizer, critic.settings.lr)]
-        done, failure, beyond = list[_Update](), None, None
+        done, failure, ended = list[_Update](), None, None
         bound = math.inf if critic is not None and critic.warms_up else limits.target_kl
         for minibatch in self.cut(stage, data, take):
             found = Accounting()
             given = stage, minibatch, loss, found, critic, distillation
             total, terms = self.passes.gradients(*given)
-            scale, kl = self._measured(found, scales_lr=scales, bound=bound)
+            known = found if math.isinf(bound) and not scales else self.passes.collected(found)
+            scale = known.ess_share() ** 0.5 if scales else 1.0
+            kl = known.moved() if math.isfinite(bound) else 0.0
             terms |= {"learner/lr_scale": scale} if scales else {}
             moves = [(self.models.optimizer, rate * scale), *others]
             if done and math.isfinite(total) and kl > bound:
-                beyond = kl
+                ended = minibatch, known, kl
                 clear(moves)
                 break
             with self.timers("optimizer"):
@@ -170,36 +174,45 @@ class Stepper:
                 break
             norms = zip(("loss/grad_norm", "critic/grad_norm"), (made, *rest), strict=False)
             terms |= {name: one.grad_norm for name, one in norms}
-            done.append(_Update(minibatch, found, terms, kl, rate * scale, moved))
-        means = {"learner/lr": rate}
+            done.append(_Update(minibatch, found, terms, known, kl, rate * scale, moved))
+        means, over = {"learner/lr": rate}, None
         if math.isfinite(bound):
             own = critic and critic.critic
             measure = partial(self.passes.measure, stage, loss=loss, critic=own)
-            led = None if limits.counts_age else beyond
-            if limits.counts_age and beyond is not None:
-                led = self._led(done[-1], partial(measure, minibatch), bound)
-            if led is None and done and done[-1].kl <= bound:
-                led = measure(done[-1].minibatch).moved()
+            led = self._led(done, ended, measure, bound, limits.counts_age)
             over = self._bounded(done, led, bound, means)
-            beyond = over if beyond is None else beyond
+        beyond = over if ended is None else ended[2]
         means["learner/token_budget"] = self.passes.token_budget(stage, critic and critic.critic)
         return self._applied(data, done, failure, beyond, means)
 
-    def _measured(self, found: Accounting, *, scales_lr: bool, bound: float) -> tuple[float, float]:
-        """Return the factor on the learning rate and how far the data have moved, if wanted."""
-        if not scales_lr and math.isinf(bound):
-            return 1.0, 0.0
-        known = self.passes.collected(found)
-        return known.ess_share() ** 0.5 if scales_lr else 1.0, known.moved()
+    def _led(
+        self,
+        done: list[_Update],
+        ended: tuple[Minibatch, Accounting, float] | None,
+        measure: Callable[[Minibatch], Accounting],
+        bound: float,
+        counts_age: bool,
+    ) -> float | None:
+        """Return how far the last update led data: those that ended the step, else its own.
 
-    def _led(self, last: _Update, measure: Callable[[], Accounting], bound: float) -> float | None:
-        """Return how far the last update by itself moved data that are beyond the bound; None if
-        it is within: they are there by their age as well."""
-        after = measure()
-        self._retrace(last, back=True)
-        led = after.moved_since(measure())
-        self._retrace(last, back=False)
-        return None if led <= bound else led
+        What is beyond the bound by its age alone counts by what that update moved it. ended: the
+        update that was left out, what its data were before it, and how far they had moved. None
+        without an update.
+        """
+        if not done:
+            return None
+        last = done[-1]
+        if ended is not None:
+            minibatch, known, kl = ended
+            if not counts_age:
+                return kl
+            self._retrace(last, back=True)
+            led = known.moved_since(measure(minibatch))
+            self._retrace(last, back=False)
+            if not led <= bound:
+                return led
+        after = measure(last.minibatch)
+        return after.moved() if last.kl <= bound else after.moved_since(last.known)
 
     def _retrace(self, last: _Update, *, back: bool) -> None:
         with self.timers("optimizer"):

@@ -351,6 +351,36 @@ def test_an_update_that_moves_old_data_beyond_the_bound_by_itself_is_taken_back(
         torch.testing.assert_close(left, right, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("minibatches", [1, 2])
+@pytest.mark.parametrize(("lr", "stays"), [(1e-6, True), (0.5, False)])
+def test_an_update_on_data_beyond_the_bound_by_their_age_counts_by_what_it_moves_them(
+    tiny, tmp_path, monkeypatch, minibatches, lr, stays
+):
+    """No version is published that it has moved too far, and one pass measures each movement."""
+    settings = config(tiny, [StageConfig(kind="rl", steps=1)], minibatches=minibatches)
+    settings.loss.target_kl, settings.correction.kind, settings.learner.lr = 0.2, "cispo", lr
+    begin, made, data = updater(settings, tmp_path).model, updater(settings, tmp_path), groups(4)
+    for group in data:
+        group.trajectories[0].sequences[0].logprobs[1:] = -0.01  # of a policy that was sure
+    measure, passes = made.stepper.passes.measure, []
+
+    def measured(*given: Any, **more: Any) -> Accounting:
+        passes.append(given)
+        return measure(*given, **more)
+
+    monkeypatch.setattr(made.stepper.passes, "measure", measured)
+    found = made.rl(stage_config(settings, 0), data, LearnerState(lineage=1), FORKS, 1)
+    assert found.updates == stays and found.metrics["learner/taken_back"] == 1 - stays
+    assert len(passes) == (minibatches if stays else 1)
+    if stays:
+        assert found.metrics["offpolicy/kl"] > 1
+        assert 0 <= found.metrics["offpolicy/kl_moved"] < 1e-6
+        return
+    assert found.metrics["offpolicy/kl_beyond"] > 1
+    for one, other in zip(made.model.parameters(), begin.parameters(), strict=True):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)
+
+
 @pytest.mark.parametrize(("minibatches", "after"), [(1, 0.5), (2, 0.5), (1, math.nan)])
 def test_the_last_update_of_a_step_is_taken_back_by_its_own_data(
     tiny, tmp_path, monkeypatch, minibatches, after
