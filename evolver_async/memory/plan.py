@@ -20,6 +20,7 @@ from evolver_async.memory.shape import DecoderShape
 from evolver_async.memory.units import DTYPE_BYTES, FLOAT, MIB
 
 PREFILL = "prefill"  # held while an engine computes: in a serial run one at a time
+LOADING = "weights on their way to the GPU"  # likewise, while an engine begins
 
 # Anonymous memory of a process before its model, in bytes: see RESULTS.md, "Memory, predicted".
 BASES = {
@@ -96,7 +97,7 @@ def memory_plan(
     buffer = [_base("buffer"), MemoryPart("groups", _groups_bytes(stages), "buffer.limit_bytes")]
     others = [ProcessPlan("buffer", 1, tuple(buffer))]
     if config.launch.kind == "serial":
-        counts = [1 if part.name == PREFILL else actors for part in actor.parts]
+        counts = [1 if one.name in (PREFILL, LOADING) else actors for one in actor.parts]
         engines = [replace(x, size=n * x.size) for x, n in zip(actor.parts, counts, strict=True)]
         own = [] if config.experience.kind == "none" else [*_experience(config)][1:]
         parts += (*engines[1:], *buffer[1:], *own)
@@ -114,6 +115,15 @@ def _base(role: str) -> MemoryPart:
 def _copy(config: Config, shape: DecoderShape) -> float:
     """Bytes of one copy of the policy, as engines and files hold it."""
     return shape.parameters * DTYPE_BYTES[config.policy.dtype]
+
+
+def _loading(config: Config, shape: DecoderShape) -> MemoryPart:
+    """Part of a whole model in host memory, before it goes to a GPU or is sharded.
+
+    Pages of files in the wanted type can be reclaimed.
+    """
+    converts = shape.stored not in ("", config.policy.dtype)
+    return MemoryPart(LOADING, converts * _copy(config, shape), "policy.dtype")
 
 
 def _published(config: Config, shape: DecoderShape) -> float:
@@ -150,8 +160,9 @@ def _learner(
     yield MemoryPart("activations", activation_bytes(largest, shape), "learner.token_budget", gpu)
     logits = logits_bytes(config, shape, gpu)
     yield MemoryPart("logits", logits, "learner.logprob_chunk", gpu)
-    if gpu:  # moments on their way to the file
-        yield MemoryPart("checkpoint being written", 2 * own, "learner.ranks")
+    if gpu:  # moments on their way to the file, long after the weights have come
+        moments = MemoryPart("checkpoint being written", 2 * own, "learner.ranks")
+        yield max(moments, _loading(config, shape), key=lambda part: part.size)
     published = _published(config, shape)
     if channel(config) == "cuda_ipc" and not adapted:
         held = versions_kept(config) * published
@@ -205,6 +216,8 @@ def _actor(
     if config.questioning.kind == "llm":  # compares the tasks that it finds
         yield from _embedder(config)
     if not vllm:
+        if gpu:
+            yield _loading(config, shape)
         size = prefill_bytes(config, shape)
         yield MemoryPart(PREFILL, size, "engine.prefill_tokens", gpu)
 

@@ -18,7 +18,10 @@ NORMED = ("qwen3",)  # kinds with norms of queries and keys
 
 @dataclass(frozen=True)
 class DecoderShape:
-    """Sizes of a decoder-only model; `biased`, `normed`: its attention has biases, norms."""
+    """Sizes of a decoder-only model; `biased`, `normed`: its attention has biases, norms.
+
+    `stored`: the type of its files, "" if that is unknown.
+    """
 
     layers: int
     hidden: int
@@ -30,6 +33,7 @@ class DecoderShape:
     tied: bool = False
     biased: bool = False
     normed: bool = False
+    stored: str = ""
 
     @property
     def queries(self) -> int:
@@ -94,4 +98,5 @@ def _read(found: dict[str, Any]) -> DecoderShape:
         tied=found.get("tie_word_embeddings", False),
         biased=kind in BIASED or bool(found.get("attention_bias")),
         normed=kind in NORMED,
+        stored=found.get("dtype") or found.get("torch_dtype") or "",
     )

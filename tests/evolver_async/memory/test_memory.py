@@ -18,7 +18,13 @@ from evolver_async.memory.host import (
     check_memory,
     problem_of,
 )
-from evolver_async.memory.plan import MemoryPart, MemoryPlan, ProcessPlan, memory_plan
+from evolver_async.memory.plan import (
+    LOADING,
+    MemoryPart,
+    MemoryPlan,
+    ProcessPlan,
+    memory_plan,
+)
 from evolver_async.memory.shape import DecoderShape, shape_of
 from evolver_async.model import policy
 
@@ -169,6 +175,22 @@ def test_a_gpu_copies_weights_to_and_from_the_files_themselves() -> None:
     assert parts["actor", "fetched weights"].size == 0
     moments = parts["learner", "checkpoint being written"]
     assert (moments.size, moments.gpu) == (8 * SHAPE.parameters, False)
+
+
+def test_a_model_that_is_converted_is_whole_in_the_memory_of_each_process_that_loads_it() -> None:
+    """Files in the type of the policy are mapped, and their pages can be reclaimed."""
+    stored, whole = replace(SHAPE, stored="bfloat16"), 4 * SHAPE.parameters
+
+    def loading(kind: str, *dotlist: str) -> list[float]:
+        config = load(RECIPE, [f"launch.kind={kind}", "actors.count=2", *dotlist])
+        plan = memory_plan(config, stored, learner_gpu=True, actor_gpu=True)
+        parts = [(one.count, part) for one in plan.processes for part in one.parts]
+        assert all(not part.gpu for _, part in parts if part.name == LOADING)
+        return [count * part.size for count, part in parts if part.name == LOADING]
+
+    assert loading("local", "learner.ranks=4", "weights.kind=shm") == [4 * whole, 2 * whole]
+    assert loading("serial", "policy.lora.rank=2") == [whole, whole], "one at a time"
+    assert not any(loading("local", "policy.dtype=bfloat16"))
 
 
 def test_chunks_of_logits_are_as_large_as_those_of_the_model() -> None:
