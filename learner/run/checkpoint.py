@@ -90,9 +90,7 @@ class Checkpoints:
                 f"{self.directory}: every checkpoint of the stage is suspicious;"
                 " resume an earlier one with train --resume --step"
             )
-        seen = self._seen(good, state.take - suspicious) or good[:1]
-        ranked = history.best(checkpoint.resumable(self.directory))
-        chosen = next((path for path in ranked if path in seen), seen[-1])
+        chosen = self._chosen(good, state.take - suspicious)
         change = {"rollbacks": state.rollbacks + 1}
         return history.go_back(self.directory, chosen, lambda numbers: numbers.update(change))
 
@@ -105,12 +103,13 @@ class Checkpoints:
         if every := self.settings.keep_every:
             steps = [(path, manifest.step) for path, manifest in history.distinct(found)]
             lasting |= {path for path, step in steps if step and step % every == 0}
-        if self._rolls_back:
-            good = self._unsuspected(state.stage)
-            seen = self._seen(good, state.take - self._patience)
-            # The oldest of the others follows, when an alarm can go back to it: until then frequent
-            # ones would all be dropped.
-            lasting |= {*good[:1], *seen[-1:], *good[len(seen) :][:1]}
+        if self._rolls_back and (good := self._unsuspected(state.stage)):
+            before = state.take - self._patience
+            # The oldest that no alarm could go back to yet follows, when one can: until then
+            # frequent ones would all be dropped. Those that were left take no place of a best one.
+            later = good[len(self._seen(good, before)) :]
+            lasting |= {self._chosen(good, before), *later[:1]}
+            lasting |= set(self._ranked()[: self.settings.keep_best])
         return lasting
 
     def _with_weights(self, takes: set[int]) -> list[Path]:
@@ -124,6 +123,15 @@ class Checkpoints:
             for path, numbers in self._line()
             if numbers["stage"] == stage and not any(numbers["watched"]["suspicious"].values())
         ]
+
+    def _chosen(self, good: list[Path], take: int) -> Path:
+        """Return the one of `good` to go back to if the steps from `take` on are suspicious."""
+        seen = self._seen(good, take) or good[:1]
+        return next((path for path in self._ranked() if path in seen), seen[-1])
+
+    def _ranked(self) -> list[Path]:
+        """Return the evaluated ones of the present line, best first."""
+        return history.best(checkpoint.resumable(self.directory))
 
     def _line(self) -> list[tuple[Path, dict[str, Any]]]:
         """Return those of the present line, oldest first, each with the learner's numbers."""

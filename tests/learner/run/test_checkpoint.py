@@ -58,6 +58,36 @@ def test_a_rollback_goes_back_no_further_than_it_must(
     assert history.numbers(chosen)["take"] <= earliest
 
 
+def test_a_rollback_returns_to_the_best_evaluated_one_however_good_the_suspicious_are(
+    tmp_path: Path,
+) -> None:
+    """Also after an earlier rollback, whose checkpoints are kept."""
+    rolls = ["stages=[{kind: rl, steps: 900}]", "safety.action=rollback", "buffer.max_staleness=4"]
+    config = load(None, [*rolls, "checkpoint={every: 2, keep: 2, keep_best: 1}"])
+    checkpoints, state = Checkpoints(tmp_path / "run", config), LearnerState(lineage=1)
+
+    def go_on(end: int, scores: dict[int, float]) -> None:
+        while state.take < end:
+            state.count([], 0, updates=1)
+            state.version += 1
+            if state.take % 2 == 0:
+                write(checkpoints, state)
+            if state.take in scores:
+                asked = PendingEvaluation(state.version, state.changed_take, stage=0, episodes=4)
+                checkpoints.evaluated(success(state.version, scores[state.take]), asked)
+
+    write(checkpoints, state)
+    go_on(113, {50: 0.7, 100: 0.9, 104: 0.8, 110: 0.99})
+    for best, scores in ((100, {150: 0.95, 170: 0.6, 200: 0.99}), (150, {})):
+        chosen = history.numbers(checkpoints.go_back(state, config.safety.patience))
+        assert chosen["take"] == best
+        state = LearnerState(lineage=1, take=best, changed_take=best, version=best)
+        state.rollbacks = chosen["rollbacks"]
+        write(checkpoints, state)
+        go_on(203, scores)
+    assert len(valid(checkpoints.directory)) <= 7
+
+
 def success(version: int, success: float) -> EvalResult:
     return EvalResult(
         weights=WeightId(lineage=1, step=version),
