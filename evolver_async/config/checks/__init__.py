@@ -40,14 +40,15 @@ def check_stage(config: Config, index: int) -> None:
     check_fields(config)
     _refuse(chain(policy(config), engine(config), tasks(config), eval_sets(config)))
     _refuse(chain(timeouts(config), buffer_address(config)))
-    _refuse(chain(limits(config, index), learner(config)))
+    kind = config.stages[index].kind
+    _refuse(chain(limits(config, index), learner(config, kind)))
     _refuse(chain(agent(config), mechanisms(config)))
-    if config.stages[index].kind not in SUPERVISED:
+    if kind not in SUPERVISED:
         _refuse(guidance(config))
-    if config.stages[index].kind == "rl":
+    if kind == "rl":
         _refuse(chain(groups(config), guided(config)))
     else:
-        _refuse(demonstrated(config, config.stages[index].kind))
+        _refuse(demonstrated(config, kind))
 
 
 def _refuse(problems: Iterator[tuple[str, str]]) -> None:

@@ -12,13 +12,16 @@ RELATIVE = {  # values that compare the members of a group
 }
 
 
-def learner(config: Config) -> Iterator[tuple[str, str]]:
-    """Require that updates of a step, correction, loss and ranks fit each other."""
+def learner(config: Config, kind: str) -> Iterator[tuple[str, str]]:
+    """Require that updates of a step, correction, loss and ranks fit each other.
+
+    `kind`: of the stage. Those of other kinds than rl train the groups that selection leaves out.
+    """
     learner, loss, correction = config.learner, config.loss, config.correction
     selection, kept = config.selection, learner.groups_per_step
-    if selection.kind == "spread":
+    if kind == "rl" and selection.kind == "spread":
         kept = max(1, round(kept * selection.keep))
-    elif selection.kind == "top_k":
+    elif kind == "rl" and selection.kind == "top_k":
         kept = min(kept, selection.k)
     if learner.minibatches > kept:
         most = f"{kept}, the groups that one step trains"

@@ -284,6 +284,18 @@ def test_as_many_updates_are_allowed_as_selection_leaves_groups(groups: int, kee
         load(None, [*step, f"learner.minibatches={kept + 1}"])
 
 
+@pytest.mark.parametrize("kind", ["sft", "world_model", "reflect", "dpo"])
+def test_a_stage_without_selection_makes_as_many_updates_as_it_has_groups(kind: str) -> None:
+    arguments = [
+        f"stages=[{{kind: {kind}, steps: 10}}]",
+        "selection={kind: spread, keep: 0.25}",
+        "learner={groups_per_step: 8, minibatches: 8}",
+    ]
+    assert load(None, arguments).learner.minibatches == 8
+    with pytest.raises(ConfigError, match=r"learner\.minibatches: must be at most 8"):
+        load(None, [*arguments, "learner.minibatches=9"])
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
