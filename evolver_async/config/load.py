@@ -69,7 +69,8 @@ def stage_config(config: Config, index: int, rollbacks: int = 0) -> Config:
             )
         check_stage(merged, index)
     except ConfigError as error:
-        raise ConfigError(f"{where}: {error}" if override else str(error)) from None
+        of_run = not override or _refused_without(config, index) == str(error)
+        raise ConfigError(str(error) if of_run else f"{where}: {error}") from None
     if rollbacks:
         try:
             merged = _rolled_back(merged, rollbacks)
@@ -79,6 +80,17 @@ def stage_config(config: Config, index: int, rollbacks: int = 0) -> Config:
     fresh = merged.buffer.max_staleness == 0
     correction, loss = by_kind(merged.correction, merged.loss, fresh=fresh)
     return replace(merged, correction=correction, loss=loss)
+
+
+def _refused_without(config: Config, index: int) -> str:
+    """Return the error of stage `index` without its override, "" if it has none."""
+    stages = list(config.stages)
+    stages[index] = replace(stages[index], override={})
+    try:
+        check_stage(replace(config, stages=stages), index)
+    except ConfigError as error:
+        return str(error)
+    return ""
 
 
 def concurrent_members(config: Config) -> list[int]:

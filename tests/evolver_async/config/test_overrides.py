@@ -76,6 +76,20 @@ def test_a_bad_stage_override_is_named(override: str, message: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["eval.timeout_s=20"], "eval.timeout_s: must be more than env.step_timeout_s"),
+        (["stages.0.until_success=0.9", "eval.every=0"], "stages[0].until_success: needs "),
+    ],
+)
+def test_an_error_of_the_run_is_not_blamed_on_the_override_of_a_stage(
+    arguments: list[str], message: str
+) -> None:
+    override = "stages.0.override={loss: {entropy_coef: 0.1}}"
+    assert refusal(override, *arguments).startswith(message)
+
+
+@pytest.mark.parametrize(
     "key",
     [
         "actors.weight_lag",
