@@ -202,7 +202,7 @@ def _add_process_options(command: argparse.ArgumentParser, name: str) -> None:
     command.add_argument(
         "--connect",
         metavar="ADDRESS",
-        required=name not in ("prepare", "prompts"),
+        required=name != "prepare",
         default="",
         help="address of the buffer, as evolver-async status RUN_DIR uses it",
     )

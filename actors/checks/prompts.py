@@ -14,19 +14,12 @@ from actors.rollout.episode_config import Setting, setting_of
 from actors.scripted.branching import BranchState, TriedTurn, reflect_rows, try_turns
 from evolver_async.buffer.stages import TICKETS, eval_sets_of, source_of
 from evolver_async.config import Config, ConfigError
-from evolver_async.config.load import load, stage_config
+from evolver_async.config.load import stage_config
 from evolver_async.model.positions import positions
 from evolver_async.model.tokenizer import load_tokenizer
-from evolver_async.process.setup import RoleArgs
 from evolver_async.schema import Task
 
 BEGUN = 8  # tasks of an environment that are begun before a start, for each set of tasks
-
-
-def main(args: RoleArgs) -> int:
-    """Check the configuration in `args.run_dir`."""
-    check(load(args.run_dir / "config.yaml"))
-    return 0
 
 
 def check(config: Config) -> None:

@@ -118,23 +118,16 @@ def complete(config: Config, run_dir: Path) -> None:
     copied = exists(run_dir / "checkpoints")
     if config.policy.path == str(own) and own.exists() and not copied:
         shutil.rmtree(own)  # perhaps incomplete: its creation was interrupted
-    if config.launch.kind == "serial":
-        _prepare_here(run_dir)
-    else:
-        _run_role("prepare", run_dir, UNPREPARED)
+    _prepare(config, run_dir)
     measure(config, run_dir)
     (run_dir / CREATING).unlink()
 
 
-def check_prompts(config: Config) -> None:
-    """Check the prompts of a changed configuration, as `prepare` does for a new run."""
-    if config.launch.kind == "serial":
-        with _errors_alone("transformers"):
-            resolve("check_prompts")(config)
-        return
+def check_changed(config: Config) -> None:
+    """Check a changed configuration of a run as that of a new one is; write nothing of the run."""
     with tempfile.TemporaryDirectory() as place:
         dump(config, Path(place) / "config.yaml")
-        _run_role("prompts", Path(place), "the prompts could not be checked")
+        _prepare(config, Path(place))
 
 
 def with_own_tasks(config: Config, run_dir: Path) -> Config:
@@ -186,10 +179,18 @@ def _measured(stage: Config, counts: Sequence[int]) -> list[dict[str, float]]:
     ]
 
 
+def _prepare(config: Config, run_dir: Path) -> None:
+    """Make the policy of the configuration in `run_dir`, or check it."""
+    if config.launch.kind == "serial":
+        _prepare_here(run_dir)
+    else:
+        _prepare_apart(run_dir)
+
+
 def _prepare_here(run_dir: Path) -> None:
     """Make or check the policy in this process, which is to become the whole serial run.
 
-    Raises ConfigError as `_run_role` does.
+    Raises ConfigError as `_prepare_apart` does.
     """
     arguments = RoleArgs(address="", name="prepare", incarnation=0, run_dir=run_dir)
     try:
@@ -214,16 +215,16 @@ def _errors_alone(library: str) -> Iterator[None]:
         logger.setLevel(level)
 
 
-def _run_role(role: str, run_dir: Path, failed: str) -> None:
-    """Prepare or check in a process of its own, as this one must not import torch.
+def _prepare_apart(run_dir: Path) -> None:
+    """Make or check the policy in a process of its own, as this one must not import torch.
 
     That process ends with this one. Raises ConfigError with its sentence if it refuses the
     configuration, and with the likely cause if it was killed.
     """
-    log_file = run_dir / "logs" / f"{role}.log"
+    log_file = run_dir / "logs" / "prepare.log"
     log_file.parent.mkdir(exist_ok=True)
     with open(log_file, "wb") as output:
-        command = [sys.executable, "-m", "evolver_async.cli", role, "--name", role]
+        command = [sys.executable, "-m", "evolver_async.cli", "prepare", "--name", "prepare"]
         done = subprocess.run(
             [*command, "--run", str(run_dir), "--parent", str(os.getpid())],
             stdout=output,
@@ -233,9 +234,9 @@ def _run_role(role: str, run_dir: Path, failed: str) -> None:
     if done.returncode < 0:
         name = signal.Signals(-done.returncode).name
         cause = "; most likely memory ran out, see dmesg" if name == "SIGKILL" else ""
-        raise ConfigError(f"{failed}: the process was killed by {name}{cause}")
+        raise ConfigError(f"{UNPREPARED}: the process was killed by {name}{cause}")
     if done.returncode == USER_ERROR:
         _, _, sentence = last_lines(log_file, 1).partition(": ")  # after time, level and logger
         raise ConfigError(sentence)
     if done.returncode != 0:
-        raise ConfigError(f"{failed}: {last_lines(log_file, 1)}")
+        raise ConfigError(f"{UNPREPARED}: {last_lines(log_file, 1)}")

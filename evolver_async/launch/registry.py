@@ -20,7 +20,6 @@ PROCESSES = {
     "actor": "actors.main:main",
     "experience": "actors.experience.service:main",
     "prepare": "learner.tools.prepare:main",
-    "prompts": "actors.checks.prompts:main",
 }
 # Launchers by launch.kind: run(config, run_dir) -> exit code.
 LAUNCHERS = {

@@ -14,7 +14,7 @@ from evolver_async.config.load import dump, load, stage_config
 from evolver_async.config.paths import with_absolute_paths
 from evolver_async.config.sections.run import limits_reached
 from evolver_async.config.values.errors import ConfigError
-from evolver_async.launch.creation import check_prompts, complete, measure, with_own_tasks
+from evolver_async.launch.creation import check_changed, complete, measure, with_own_tasks
 from evolver_async.launch.run_directory import ACTORS, CREATING, PAUSED, config_of
 from evolver_async.launch.start_checks import check_start
 
@@ -51,7 +51,7 @@ def resume(run_dir: Path, dotlist: Sequence[str], step: int | str | None = None)
     if config != before:
         _refuse_changed_replay(before, config, run_dir / "journal")
         if not incomplete and config.policy.path:
-            check_prompts(config)
+            check_changed(config)
     if not incomplete:
         measure(config, run_dir)
     config = with_own_tasks(config, run_dir)

@@ -502,6 +502,30 @@ def test_a_context_without_room_or_beyond_the_positions_is_refused_on_resume(
     assert (made / "config.yaml").read_bytes() == before
 
 
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (["learner.device=cuda:99"], "learner.device: needs GPU 99"),
+        (
+            ["learner.packing=false", "learner.prefix_trees=always"],
+            "learner.prefix_trees: must not be always without learner.packing",
+        ),
+    ],
+)
+def test_what_a_start_would_refuse_is_refused_on_resume(
+    changes: list[str], message: str, tmp_path: Path
+) -> None:
+    config = Config(stages=[StageConfig(steps=5)], launch=LaunchConfig(kind="serial"))
+    config.run.dir, config.eval.episodes, config.eval.final_episodes = str(tmp_path), 4, 4
+    _, made = create(config, None)
+    before = (made / "config.yaml").read_bytes()
+    with pytest.raises(ConfigError) as refused:
+        resume(made, changes)
+    assert str(refused.value).startswith(message)
+    assert (made / "config.yaml").read_bytes() == before
+
+
 RESUME = """
 import sys
 from pathlib import Path

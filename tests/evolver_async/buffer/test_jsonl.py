@@ -151,7 +151,7 @@ def test_a_stage_meets_every_row_of_its_file_once_a_pass(tmp_path):
 
 
 def test_a_run_keeps_its_own_copy_of_its_tasks(tmp_path, monkeypatch):
-    monkeypatch.setattr(creation, "_run_role", lambda role, run_dir, failed: None)
+    monkeypatch.setattr(creation, "_prepare", lambda config, run_dir: None)
     one, two = written(tmp_path / "one", BOTH), written(tmp_path / "two", BOTH)
     stages = f"[{{steps: 1}}, {{steps: 1, override: {{tasks: {{path: {two}}}}}}}]"
     arguments = ["env.name=bandit", f"tasks.path={one}", f"stages={stages}"]
