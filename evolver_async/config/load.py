@@ -17,6 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 from evolver_async.config import merge
 from evolver_async.config.arguments import apply_arguments
 from evolver_async.config.checks import check, check_stage
+from evolver_async.config.checks.learner import idle
 from evolver_async.config.merge import apply, defaults, to_config
 from evolver_async.config.overrides import refuse_whole_run, refuse_whole_stage
 from evolver_async.config.secrets import escaped
@@ -41,10 +42,17 @@ def load(path: Path | str | None, dotlist: Sequence[str] = ()) -> Config:
             resolved = apply(resolved, tree)
     config = to_config(apply_arguments(resolved, dotlist))
     check(config)
+    rl = []
     for index, stage in enumerate(config.stages):
-        safety = stage_config(config, index).safety
-        if stage.kind == "rl" and safety.action == "rollback":
-            stage_config(config, index, rollbacks=1)
+        staged = stage_config(config, index)
+        if stage.kind == "rl":
+            rl.append(_idle_keys(staged, stage.override, f"stages[{index}].override"))
+            if staged.safety.action == "rollback":
+                rolled = stage_config(config, index, rollbacks=1)
+                _idle_keys(rolled, staged.safety.rollback, "safety.rollback")
+    for key, problem in rl[0].items() if rl else ():
+        if all(key in found for found in rl):
+            raise ConfigError(f"{key}: {problem}")
     return config
 
 
@@ -91,6 +99,16 @@ def _refused_without(config: Config, index: int) -> str:
     except ConfigError as error:
         return str(error)
     return ""
+
+
+def _idle_keys(staged: Config, tree: dict[str, Any], where: str) -> dict[str, str]:
+    """Return the keys that change nothing in an rl stage. ConfigError for one that `tree` sets."""
+    found = dict(idle(staged))
+    for key, problem in found.items():
+        section, name = key.split(".")
+        if name in tree.get(section, {}):
+            raise ConfigError(f"{where}: {key}: {problem}")
+    return found
 
 
 def concurrent_members(config: Config) -> list[int]:

@@ -10,6 +10,7 @@ RELATIVE = {  # values that compare the members of a group
     "advantage": ("grpo", "adca", "rloo", "opob"),
     "selection": ("spread", "top_p", "top_k", "min_p", "resample_on_correct", "dynamic"),
 }
+PER_TURN = {"grpo_process": "grpo", "gae_bilevel": "gae"}  # and what they are with a single turn
 
 
 def learner(config: Config, kind: str) -> Iterator[tuple[str, str]]:
@@ -113,3 +114,16 @@ def guided(config: Config) -> Iterator[tuple[str, str]]:
     stale = correction.kind == "ppo" and correction.guided != "anchor"
     if boost and config.learner.minibatches == 1 and not stale:
         yield "loss.boost", "must be 0: with learner.minibatches=1 no clip takes effect"
+
+
+def idle(config: Config) -> Iterator[tuple[str, str]]:
+    """Yield the keys that change nothing in an rl stage; another stage may need them."""
+    share, advantage = config.rollout.guided_fraction, config.advantage
+    if config.loss.boost and (config.experience.kind == "none" or not share):
+        why = "experience.kind=none" if share else "rollout.guided_fraction=0"
+        yield "loss.boost", f"must be 0: with {why} no token loses its experience"
+    ends = advantage.kind == "gae_bilevel" and advantage.bootstrap  # discounted by gamma_turn
+    if config.rollout.max_turns == 1 and advantage.kind in PER_TURN and not ends:
+        same = PER_TURN[advantage.kind]
+        problem = f"with rollout.max_turns=1 it is {same} under another name: set {same}"
+        yield "advantage.kind", f"{advantage.kind} compares turns; {problem}"

@@ -233,6 +233,38 @@ from learner.data.selection import spread
             ],
             "rollout.guided_fraction: leaves one of 4 members alone: distill compares",
         ),
+        (["loss.boost=0.6"], "loss.boost: must be 0: with experience.kind=none no token"),
+        (
+            ["experience.kind=contrast", "rollout.guided_fraction=0", "loss.boost=0.6"],
+            "loss.boost: must be 0: with rollout.guided_fraction=0 no token",
+        ),
+        (
+            [
+                "experience.kind=contrast",
+                "stages=[{kind: rl, steps: 1}, {kind: rl, steps: 1, override:"
+                " {rollout: {guided_fraction: 0}, loss: {boost: 0.6}}}]",
+            ],
+            "stages[1].override: loss.boost: must be 0: with rollout.guided_fraction=0",
+        ),
+        (
+            ["safety={action: rollback, rollback: {loss: {boost: 0.6}}}"],
+            "safety.rollback: loss.boost: must be 0: with experience.kind=none",
+        ),
+        *(
+            (
+                [f"advantage.kind={kind}", "rollout.max_turns=1"],
+                f"advantage.kind: {kind} compares turns; with rollout.max_turns=1 it is {same}",
+            )
+            for kind, same in (("grpo_process", "grpo"), ("gae_bilevel", "gae"))
+        ),
+        (
+            [
+                "advantage.kind=grpo_process",
+                "stages=[{kind: rl, steps: 1}, {kind: rl, steps: 1, override:"
+                " {rollout: {max_turns: 1}, advantage: {kind: grpo_process}}}]",
+            ],
+            "stages[1].override: advantage.kind: grpo_process compares turns",
+        ),
         (
             ["experience.kind=contrast", "stages=[{kind: sft, steps: 1}]"],
             "experience.internalise: must be none, or rollout.guided_fraction 0",
@@ -315,3 +347,16 @@ def test_a_dpo_stage_can_change_what_it_reads() -> None:
     changes = "loss: {dpo_beta: 0.2, dpo_nll_coef: 1, entropy_top_k: 4}, selection: {max_empty: 9}"
     config = load(None, [f"stages=[{{kind: dpo, steps: 1, override: {{{changes}}}}}]"])
     assert stage_config(config, 0).selection.max_empty == 9
+
+
+@pytest.mark.parametrize(
+    ("arguments", "override"),
+    [
+        (["experience.kind=contrast", "loss.boost=0.6"], "rollout: {guided_fraction: 0}"),
+        (["advantage.kind=grpo_process"], "rollout: {max_turns: 1}"),
+        (["advantage={kind: gae_bilevel, bootstrap: true}", "rollout.max_turns=1"], ""),
+    ],
+)
+def test_what_acts_in_one_stage_is_allowed(arguments: list[str], override: str) -> None:
+    later = f"{{kind: rl, steps: 1, override: {{{override}}}}}"
+    load(None, [*arguments, f"stages=[{{kind: rl, steps: 1}}, {later}]"])
