@@ -31,15 +31,14 @@ def agent(config: Config) -> Iterator[tuple[str, str]]:
 
 
 def guidance(config: Config) -> Iterator[tuple[str, str]]:
-    """Require guided members, and unguided ones to compare them with, for a rule about guidance."""
-    rollout = config.rollout
-    if rollout.guided == "fixed":
-        return
-    if config.experience.kind == "none":
+    """Require guided members of a share above 0, and unguided ones that a rule compares."""
+    rollout, off = config.rollout, config.experience.kind == "none"
+    ruled = rollout.guided != "fixed"
+    if ruled and off:
         yield "rollout.guided", f"must be fixed: experience.kind is none, is {rollout.guided}"
     size, share = rollout.group_size, rollout.guided_fraction
     count, chosen = round(share * size), f"rollout.guided={rollout.guided}"
-    if not count:
+    if not count and (ruled or (share and not off)):
         yield "rollout.guided_fraction", f"must guide a member of {size} with {chosen}: is {share}"
     if count == size and rollout.guided == "adaptive":
         reason = f"{chosen} compares them with guided ones"
