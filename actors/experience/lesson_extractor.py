@@ -76,6 +76,7 @@ class LessonExtractor:
         self._found: queue.SimpleQueue[GroupLessons] = queue.SimpleQueue()
         self._rewritten: OrderedDict[tuple[str, ...], tuple[Future[list[str]], float]]
         self._rewritten = OrderedDict()
+        self._waiting: dict[str, float] = {}  # since when, by task
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
@@ -111,7 +112,8 @@ class LessonExtractor:
     def rewrite(self, query: str, texts: list[str], now: float) -> list[str] | None:
         """Return the texts rewritten as one for this task; None while that is running.
 
-        Return them unchanged if rewriting is off, has failed or takes too long.
+        Return them unchanged if rewriting is off, has failed or takes too long, also where other
+        texts have taken the place of those that the task was asked about first.
         """
         if not self._rewrites:
             return texts
@@ -121,11 +123,15 @@ class LessonExtractor:
             if len(self._rewritten) > MAX_REWRITTEN:
                 self._rewritten.popitem(last=False)
         rewritten, since = self._rewritten[name]
-        if rewritten.done():
+        since = min(since, self._waiting.setdefault(query, now))
+        done, late = rewritten.done(), now - since >= self._rewrite_s
+        if done or late:
+            del self._waiting[query]
+        if done:
             if not rewritten.result():
                 del self._rewritten[name]  # the next call tries again
             return rewritten.result() or texts
-        return texts if now - since >= self._rewrite_s else None
+        return texts if late else None
 
     def counters(self) -> dict[str, float]:
         """Return totals by metric name, those of the endpoint included."""

@@ -371,6 +371,25 @@ def test_entries_are_given_as_they_are_where_rewording_hangs_or_fails(
         assert found == ["good now"], "and the next one has it tried again"
 
 
+def test_nobody_waits_longer_because_the_pool_has_grown_meanwhile(
+    make: Callable[..., ExperienceService],
+) -> None:
+    def answer(body: dict[str, Any]) -> str | openai.Reply:
+        rewriting = body["messages"][-1]["content"].startswith(prompts.REWRITE[:20])
+        return openai.silence() if rewriting else proper(body)
+
+    with OpenAIServer(otherwise=answer) as server:
+        service = make(server, rewrite=True, timeout_s=2.0, top_k=20)
+        service.handle("actor-0", contribution(WON, LOST, query=TASK), 0.0)
+        settle(service)
+        assert texts(service, 0.0) is None
+        for number, now in enumerate((0.5, 1.0, 1.4, 1.5, 9.0)):
+            item = Item(TASK, " ".join(f"meanwhile{number}x{i}" for i in range(5)), 1.0)
+            assert service.pool.add([item], "actor-1", ["t"]) == 1
+            found = texts(service, now)
+            assert len(found or []) == (8 if now == 1.5 else 0), f"{found} at {now}"
+
+
 def test_a_defect_of_an_endpoint_leaves_entries_as_they_are(tmp_path: Path) -> None:
     class Broken(Endpoint):
         async def complete(self, *_: Any, **__: Any) -> str:
