@@ -16,6 +16,7 @@ from actors.formats.chat import Chat
 from actors.formats.turns import TurnFormat
 from actors.llm.client import Unavailable
 from actors.llm.json_client import JsonClient, as_json, decode_json, step_records
+from actors.progress import TicketProgress
 from actors.questioning.prompts import BREADTH, DEPTH, EXPLORE
 from actors.rollout.conversation import plain_instructions
 from actors.rollout.environment import TimedEnvironment
@@ -67,8 +68,9 @@ def exploring(
 class Explorer(EpisodePolicy):
     """Policy that lets a language model act in one exploration, in the turn format.
 
-    Without an answer it waits once and asks again; without a second one it writes an empty turn,
-    which ends the episode. `profile`: describes the environment; without it the environment's
+    Without an answer it waits once, for `pause_s`, and asks again; without a second one it writes
+    an empty turn, which ends the episode. Each of these is progress of the ticket: none takes
+    longer than a question. `profile`: describes the environment; without it the environment's
     instructions after `reset` do.
     """
 
@@ -80,6 +82,8 @@ class Explorer(EpisodePolicy):
     chat: Chat
     format: TurnFormat
     max_tokens: int
+    pause_s: float
+    progress: TicketProgress
     _read: int = 0  # tokens of the context that were processed
     _described: str = ""
     _beginning: str = ""
@@ -113,12 +117,14 @@ class Explorer(EpisodePolicy):
 
     async def _choose(self, turn: int) -> str | None:
         temperature = self.config.temperature
-        for pause_s in (self.config.llm.breaker_s, 0.0):
+        for pause_s in (self.pause_s, 0.0):
             try:
                 question = self.question(turn)
                 choice = await self.client.ask(EXPLORE, question, parse_choice, temperature)
             except Unavailable:
+                self.progress.count += 1
                 await asyncio.sleep(pause_s)
+                self.progress.count += 1
             else:
                 return None if choice is None else choice.action.strip()
         return None

@@ -68,6 +68,7 @@ class Questioner:
             endpoint = Endpoint(self.config.llm, "questioning", failures)
             limit_s = QUESTION_SHARE * (config.buffer.stall_s - config.env.step_timeout_s)
             self._client, names = JsonClient(endpoint, limit_s), COUNTED + LLM_COUNTED
+            self._pause_s = min(self.config.llm.breaker_s, limit_s)
             embedder, _ = load_embedder(config.experience)  # only these tasks have queries
         self._timeout_s = config.env.step_timeout_s
         profile = self.config.profile
@@ -87,11 +88,12 @@ class Questioner:
         ticket, setting = exploring(ticket, setting, self.config)
         if self._client is None:
             return await run_group(ticket, setting, engine, progress, deliver)
-        client, max_tokens = self._client, ticket.sampling.max_tokens
+        client, style = self._client, setting.format
 
         def policy_of(member: int) -> EpisodePolicy:
-            style = setting.format
-            return Explorer(client, self._profile, self.config, setting.chat, style, max_tokens)
+            asked = client, self._profile, self.config
+            written = setting.chat, style, ticket.sampling.max_tokens
+            return Explorer(*asked, *written, self._pause_s, progress)
 
         await run_members(ticket, setting, policy_of, progress, deliver)
 

@@ -42,6 +42,7 @@ async def solve_again(
             "so far": step_records([(t.action, s) for t, s in zip(turns, after, strict=True)]),
         }
         choice = await client.ask(SOLVE, as_json(record), parse_choice)
+        progress.count += 1
         if choice is None or not choice.action.strip():
             break
         action = choice.action.strip()

@@ -25,6 +25,7 @@ from actors.envs.base import make_env
 from actors.envs.grid.frozen_lake import FrozenLake
 from actors.experience.embed import HashEmbedder
 from actors.formats.chat import Chat
+from actors.llm.client import Endpoint, Unavailable
 from actors.progress import TicketProgress
 from actors.questioning import filters
 from actors.questioning.explore import exploring, unbound
@@ -46,6 +47,7 @@ from actors.rollout.finished import Finished
 from evolver_async.config import Config, ConfigError, LlmConfig, QuestioningConfig, StageConfig
 from evolver_async.config.paths import check_paths
 from evolver_async.env import Info, Step
+from evolver_async.launch.serial import VirtualLoop
 from evolver_async.model.tiny import make_tokenizer as make_tiny_tokenizer
 from evolver_async.protocol.transcripts import Turn
 from evolver_async.randomness import key
@@ -691,6 +693,55 @@ def test_a_question_ends_before_its_ticket_counts_as_stalled():
         ((found,), counted) = run(config, [explore_ticket(config, members=2)])
         assert fair_time() - began < 10 < config.questioning.llm.timeout_s
     assert found == [] and counted["questioning/outages"] > 0
+
+
+class SlowEndpoint(Endpoint):
+    """An endpoint that answers, or does not, at the very end of the time that it has."""
+
+    answers: bool
+
+    async def complete(self, messages: list[dict[str, str]], **given: Any) -> str:
+        await asyncio.sleep(0.99 * given["within_s"])
+        if not self.answers:
+            raise Unavailable("timeout", "silence")
+        system, question = (message["content"] for message in messages)
+        if "You explore" in system:
+            return json.dumps({"action": "look"})
+        if "You set tasks" in system:
+            return json.dumps([proposal("get a pear", ["buy pear"])])
+        if "You grade" in system:
+            return verdict(90, True)
+        return json.dumps({"action": "" if json.loads(question)["so far"] else "buy pear"})
+
+
+@pytest.mark.parametrize("answers", [False, True])
+def test_a_ticket_makes_progress_however_slow_the_endpoint_is(answers: bool):
+    section = LlmConfig(url="http://localhost:1/v1", model="m", breaker_s=300.0)
+    config = config_of(SHOP, kind="llm", max_turns=2, resolve=True, llm=section)
+    loop, progress, still_s = VirtualLoop(), TicketProgress(), [0.0]
+
+    async def explore() -> list[Task]:
+        questioner, ticket = Questioner(config), explore_ticket(config, members=1)
+        endpoint = SlowEndpoint(section, "questioning")
+        endpoint.answers = answers
+        assert questioner._client is not None
+        questioner._client._endpoint = endpoint
+        setting, finished = setting_of(config, CHAT, "a", 0), list[Finished]()
+        await questioner.explore(ticket, setting, Wanderer(), progress, finished.append)
+        return await questioner.questions(ticket, finished, progress)
+
+    async def watched() -> list[Task]:
+        exploring, seen = asyncio.create_task(explore()), progress.count
+        while not exploring.done():
+            await asyncio.sleep(1.0)
+            still_s.append(0.0 if progress.count != seen else still_s[-1] + 1.0)
+            seen = progress.count
+        return exploring.result()
+
+    found = loop.run_until_complete(watched())
+    loop.close()
+    assert len(found) == answers
+    assert 60.0 < max(still_s) < config.buffer.stall_s
 
 
 def test_only_what_is_solved_again_is_kept_with_the_way_that_solved_it():
