@@ -272,6 +272,8 @@ def make_env(name: str, params: dict[str, Any]) -> Env:
         return found(**arguments)
     except (TypeError, ValueError) as error:
         raise EnvError(f"env.params.{mask(str(error))}") from error
+    except Exception as error:  # a constructor of one's own, which can raise anything
+        raise EnvError(f"env.name: {name!r} cannot be made: {one_line(error)}") from error
 
 
 def makes_goals(found: type[Env]) -> bool:

@@ -5,6 +5,7 @@ import itertools
 import random
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import gymnasium
@@ -334,10 +335,18 @@ def test_swapped_arms_of_the_bandit_have_each_other_s_names() -> None:
     assert isinstance(named, Bandit) and "arms, teacher and engineer." in named.plain_instructions
 
 
+class Unlicensed(Bandit):
+    """Environment whose constructor finds no file."""
+
+    def __init__(self) -> None:
+        Path("/no/licence").read_text()
+
+
 @pytest.mark.parametrize(
     ("name", "params", "named"),
     [
         ("frozen_pond", {}, "env.name"),
+        (f"{__name__}:Unlicensed", {}, r"env.name: .*:Unlicensed' cannot be made: FileNotFound"),
         ("nowhere.module:Env", {}, "env.name"),
         ("actors.envs.base:Exact", {}, "env.name"),
         ("frozen_lake", {"depth": 3}, "env.params.depth"),
