@@ -12,9 +12,7 @@ from evolver_async.env import Exact, Info, Step
 
 def checked_observation(value: object) -> str:
     """Return `value`; TypeError if it is no text."""
-    if not isinstance(value, str):
-        raise TypeError(f"an observation must be a text, is {_described(value)}")
-    return value
+    return text("an observation", value)
 
 
 def checked_step(value: object) -> Step:
@@ -52,6 +50,13 @@ def checked_exact(value: object) -> Exact:
 def checked_score(value: object) -> float:
     """Return the score; TypeError if it is no number."""
     return number("a score", value)
+
+
+def text(name: str, value: object) -> str:
+    """Return `value`; TypeError, which names it, if it is no text."""
+    if not isinstance(value, str):
+        raise TypeError(f"{name} must be a text, is {_described(value)}")
+    return value
 
 
 def number(name: str, value: object) -> float:

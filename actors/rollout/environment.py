@@ -13,11 +13,19 @@ import logging
 import threading
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
+from functools import partial
 from queue import SimpleQueue
 from typing import Any, Self, TypeVar
 
 from actors.envs.base import Env, EnvironmentFailure, blocks, env_class, make_env, settled
-from actors.envs.results import checked_observation, checked_score, checked_step, checked_verdict
+from actors.envs.results import (
+    checked_observation,
+    checked_score,
+    checked_step,
+    checked_verdict,
+    text,
+)
+from actors.formats.chat import encodable
 from actors.progress import TicketProgress
 from evolver_async.env import Step
 from evolver_async.metrics.activity import BLOCKING, STEPPING
@@ -99,6 +107,11 @@ class TimedEnvironment:
     async def score(self, score: Callable[[], Any]) -> float:
         """Return the environment's score of its current state."""
         return self._checked("score", checked_score, await self.call("score", score))
+
+    async def text(self, name: str, function: Callable[[], Any]) -> str:
+        """Return what a method of this name says, as tokenizers and keys can read it."""
+        said = await self.call(name, function)
+        return encodable(self._checked(name, partial(text, name), said))
 
     def _checked(self, doing: str, check: Callable[[object], R], found: object) -> R:
         try:

@@ -136,7 +136,7 @@ class Episode:
         self.query = f"{task.query}\n{self.observation}" if task.query else self.observation
         self.content = self.query
         if isinstance(environment.env, Identified):
-            told = await environment.call("content", environment.env.content)
+            told = await environment.text("content", environment.env.content)
             self.content = f"{task.query}\n{told}"
         described = system_message, self.setting, environment.env
         system = await environment.call("instructions", *described)
@@ -176,7 +176,7 @@ class Episode:
             env, seen = self.environment.env, self.observation
             state = seen
             if isinstance(env, Located):
-                state = await self.environment.call("state", env.state)
+                state = await self.environment.text("state", env.state)
             action = f" {SEPARATOR} ".join(one for one in actions or [] if isinstance(one, str))
             self.turns.append(Turn(observation=seen, state=state, action=action, text=text))
         shown = await self._act(actions)

@@ -243,6 +243,12 @@ class Strange(Corridor):
     def step(self, action: str) -> Step:
         return Step("at \ud800", self.reward, False, False, Info())
 
+    def state(self) -> str:
+        return "\ud800"
+
+    def content(self) -> str:
+        return "\ud801"
+
 
 @pytest.mark.parametrize("reward", [math.nan, math.inf])
 def test_a_reward_that_is_no_number_is_the_environments_failure(reward: float) -> None:
@@ -308,6 +314,27 @@ def test_no_call_that_is_awaited_ends_the_process(at: str, named: str) -> None:
         roll_out(corridor(env=Leaving, at=at), setting(), FakeEngine({"0/0/0": say(RIGHT)}))
 
 
+class Nameless(Corridor):
+    """Names its task, or its state, by a number."""
+
+    def __init__(self, *, named: str = "") -> None:
+        super().__init__()
+        self.named = named
+
+    def content(self) -> Any:
+        return 7 if self.named == "content" else "a corridor"
+
+    def state(self) -> Any:
+        return 7 if self.named == "state" else "a cell"
+
+
+@pytest.mark.parametrize("named", ["content", "state"])
+def test_a_name_that_is_no_text_is_the_environments_failure(named: str) -> None:
+    with pytest.raises(EnvironmentFailure, match=f"{named} must be a text, is a int"):
+        engine = FakeEngine({"0/0/0": say(RIGHT)})
+        play(corridor(env=Nameless, named=named), setting(recorded=True), engine)
+
+
 class Numeric(Corridor):
     """Computes with numpy, also its verdict and its score; `reward` is that of the last step."""
 
@@ -364,6 +391,7 @@ def test_text_that_no_tokenizer_reads_is_shown_without_it() -> None:
     how = setting(max_turns=2, recorded=True)
     (finished,) = play(corridor(env=Strange), how, engine)
     assert finished.ending == "at ?" and finished.transcript.turns[1].observation == "at ?"
+    assert finished.transcript.turns[1].state == "?", "no message could hold it"
     assert TOKENIZER.decode(engine.requests[1].tokens).count("at ?") == 1
     assert CHAT.plain("at \ud800") == "at ?"
 
