@@ -43,7 +43,7 @@ def implementation(key: str, name: str, registry: Mapping[str, F]) -> F:
     placed = [one.name for one in pattern if one.name not in named]
     try:
         inspect.signature(found).bind(*placed, **dict.fromkeys(named))
-    except TypeError as error:
+    except (TypeError, ValueError) as error:  # the latter: it does not tell its parameters
         wanted = ", ".join([*placed, *(f"{name}=" for name in named)])
         raise ValueError(f"{key}: {name!r} does not take ({wanted}): {error}") from None
     return _named(key, name, found) if inspect.isfunction(found) else found  # pyright: ignore[reportReturnType]

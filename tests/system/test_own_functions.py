@@ -91,6 +91,7 @@ def test_every_key_takes_a_function_in_processes_with_two_ranks(tmp_path, monkey
         ("no_such_module:function", "cannot import 'no_such_module:function': ModuleNotFoundError"),
         ("own_functions:constant", "'own_functions:constant' is not a function"),
         ("own_functions:too_few", "'own_functions:too_few' does not take ("),
+        ("builtins:max", "'builtins:max' does not take ("),  # it has no signature
     ],
 )
 @pytest.mark.parametrize("key", KEYS)
