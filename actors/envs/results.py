@@ -4,9 +4,11 @@ Numbers and truth values of numpy become Python's own: the wire takes no others.
 """
 
 from numbers import Real
+from typing import Any
 
 import numpy as np
 
+from evolver_async.config.values.rules import check_plain
 from evolver_async.env import Exact, Info, Step
 
 
@@ -50,6 +52,26 @@ def checked_exact(value: object) -> Exact:
 def checked_score(value: object) -> float:
     """Return the score; TypeError if it is no number."""
     return number("a score", value)
+
+
+def checked_goal(value: object) -> dict[str, Any] | None:
+    """Return the parameters of a task; TypeError or ValueError, which names the wrong one."""
+    if value is None:
+        return None
+    if not isinstance(value, dict):
+        raise TypeError(f"goal must return a dict or None, returned {_described(value)}")
+    params = _plain(value)
+    check_plain("goal", params)
+    return params
+
+
+def _plain(value: Any) -> Any:
+    """Replace numpy's numbers by Python's and tuples by lists."""
+    if isinstance(value, dict):
+        return {name: _plain(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [*map(_plain, value)]
+    return value.item() if isinstance(value, np.generic) else value
 
 
 def text(name: str, value: object) -> str:

@@ -57,7 +57,7 @@ async def replay(
             played.append(action)
             steps.append(step)
             env = world.env
-            goals.append(await world.call("goal", env.goal) if isinstance(env, Goals) else None)
+            goals.append(await world.goal(env.goal) if isinstance(env, Goals) else None)
             if step.terminated or step.truncated:
                 break
     return ReplayedEpisode(first, played, steps, goals, invalid)

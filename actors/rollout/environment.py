@@ -19,6 +19,7 @@ from typing import Any, Self, TypeVar
 
 from actors.envs.base import Env, EnvironmentFailure, blocks, env_class, make_env, settled
 from actors.envs.results import (
+    checked_goal,
     checked_observation,
     checked_score,
     checked_step,
@@ -108,6 +109,10 @@ class TimedEnvironment:
         """Return the environment's score of its current state."""
         return self._checked("score", checked_score, await self.call("score", score))
 
+    async def goal(self, goal: Callable[[], Any]) -> dict[str, Any] | None:
+        """Return the parameters that make the current state a task's goal; None if it is none."""
+        return self._checked("goal", checked_goal, await self.call("goal", goal))
+
     async def text(self, name: str, function: Callable[[], Any]) -> str:
         """Return what a method of this name says, as tokenizers and keys can read it."""
         said = await self.call(name, function)
@@ -116,7 +121,7 @@ class TimedEnvironment:
     def _checked(self, doing: str, check: Callable[[object], R], found: object) -> R:
         try:
             return check(found)
-        except TypeError as error:
+        except (TypeError, ValueError) as error:
             raise self.failure(doing, 0.0, error) from error
 
     async def _timed(

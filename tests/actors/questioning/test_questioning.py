@@ -24,6 +24,7 @@ from actors.engines.embedder import TransformerEmbedder
 from actors.envs.base import make_env
 from actors.envs.grid.frozen_lake import FrozenLake
 from actors.experience.embed import HashEmbedder
+from actors.failures import FailureCounts
 from actors.formats.chat import Chat
 from actors.llm.client import Endpoint, Unavailable
 from actors.progress import TicketProgress
@@ -122,6 +123,25 @@ class Bazaar(Shop):
 
     def goal(self) -> dict[str, Any] | None:
         return {"broken": False}
+
+
+class Counter(Shop):
+    """A shop whose states are goals by the number of things bought, or something of that kind."""
+
+    def __init__(self, *, told: str = "numpy", count: int = 0, free: bool = False) -> None:
+        super().__init__()
+        self.told, self.count, self.free = told, count, free
+
+    def step(self, action: str) -> Step:
+        step = super().step("buy pear" if action in MOVES else action)
+        won = not self.free and len(self.bought) == self.count
+        return step._replace(terminated=won, info=Info(success=won))
+
+    def goal(self) -> Any:
+        found = {"count": np.int64(len(self.bought)), "free": np.bool_(False)}
+        return {"numpy": found, "list": [1], "text": {"count": "\ud800"}, "set": {"count": {1}}}[
+            self.told
+        ]
 
 
 class Service(Shop):
@@ -274,6 +294,30 @@ def test_first_steps_found_by_trial_become_tasks_of_right_actions_alone(fatal: b
             assert task.reference and len(task.reference) == task.params["until"]
             assert solves(task, task.reference)
     assert counted["questioning/accepted"] == 12
+
+
+def test_goals_of_numpys_numbers_become_tasks():
+    config = config_of(f"{__name__}:Counter", max_turns=3)
+    ((found,), _) = run(config, [explore_ticket(config, members=1)])
+    assert {str(task.params) for task in found} == {
+        str({"free": False, "count": count}) for count in (1, 2, 3)
+    }
+    assert all(msgspec.msgpack.encode(task) for task in found)
+
+
+@pytest.mark.parametrize("told", ["list", "text", "set"])
+def test_a_goal_that_no_task_can_have_is_the_environments_failure(told: str):
+    config = config_of(f"{__name__}:Counter", {"told": told}, max_turns=3)
+    failures = FailureCounts()
+
+    async def go() -> list[Task]:
+        questioner, ticket = Questioner(config, failures), explore_ticket(config, members=1)
+        finished = await explored(questioner, config, ticket, Wanderer())
+        return await questioner.questions(ticket, finished, TicketProgress())
+
+    assert asyncio.run(go()) == []
+    (failure,) = failures.totals()
+    assert failure.kind == "environment" and failure.error.startswith("goal: ")
 
 
 def test_what_this_actor_found_before_is_not_found_again():
