@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from evolver_async.config.checks.addresses import endpoint, socket_address
 from evolver_async.config.sections import Config
 from evolver_async.config.sections.agentevolver import LLM_SECTIONS, UNAUDITED, JudgeConfig
+from evolver_async.extension import is_own
 
 
 def agent(config: Config) -> Iterator[tuple[str, str]]:
@@ -76,6 +77,13 @@ def mechanisms(config: Config) -> Iterator[tuple[str, str]]:
     judge = config.judge
     if judge.kind in UNAUDITED and judge.probes not in (0.0, JudgeConfig.probes):
         yield "judge.probes", f"must not be set: judge.kind={judge.kind} is not asked about probes"
+    if judge.params and not is_own(judge.kind):
+        yield "judge.params", f"must be empty: judge.kind={judge.kind} reads none"
+    if experience.rewrite and experience.kind == "contrast":
+        yield "experience.rewrite", "must be false: experience.kind=contrast asks no model"
+    for name in ("resolve", "profile"):
+        if getattr(questioning, name) and questioning.kind == "goals":
+            yield f"questioning.{name}", "must not be set: questioning.kind=goals asks no model"
     yield from socket_address("experience.address", experience.address, config.security.keys)
     remote = config.buffer.address.startswith("tcp://")
     if experience.kind != "none" and remote and not experience.address:

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from evolver_async.config.sections import Config
 from evolver_async.config.sections.learner import INTERPOLATED
+from evolver_async.extension import is_own
 
 UNCLIPPED = ("cispo", "topr", "vcpo", "m2po", "dppo_tv")  # corrections without a ratio to clip
 RELATIVE = {  # values that compare the members of a group
@@ -121,6 +122,10 @@ def guided(config: Config) -> Iterator[tuple[str, str]]:
 
 def idle(config: Config) -> Iterator[tuple[str, str]]:
     """Yield the keys that change nothing in an rl stage; another stage may need them."""
+    for section in ("selection", "advantage", "correction"):
+        chosen = getattr(config, section)
+        if chosen.params and not is_own(chosen.kind):
+            yield f"{section}.params", f"must be empty: {section}.kind={chosen.kind} reads none"
     share, advantage = config.rollout.guided_fraction, config.advantage
     if config.loss.boost and (config.experience.kind == "none" or not share):
         why = "experience.kind=none" if share else "rollout.guided_fraction=0"

@@ -233,6 +233,26 @@ from learner.data.selection import spread
             ],
             "rollout.guided_fraction: leaves one of 4 members alone: distill compares",
         ),
+        *(
+            ([f"{key}.params={{x: 1}}"], f"{key}.params: must be empty: {key}.kind={kind} reads")
+            for key, kind in (
+                ("selection", "all"),
+                ("advantage", "grpo"),
+                ("correction", "decoupled"),
+                ("judge", "none"),
+            )
+        ),
+        (
+            ["experience={kind: contrast, rewrite: true}"],
+            "experience.rewrite: must be false: experience.kind=contrast asks no model",
+        ),
+        *(
+            (
+                [f"questioning={{kind: goals, {key}: {value}}}"],
+                f"questioning.{key}: must not be set: questioning.kind=goals asks no model",
+            )
+            for key, value in (("resolve", "true"), ("profile", "a.json"))
+        ),
         (["loss.boost=0.6"], "loss.boost: must be 0: with experience.kind=none no token"),
         (
             ["experience.kind=contrast", "rollout.guided_fraction=0", "loss.boost=0.6"],
@@ -365,6 +385,7 @@ def test_a_dpo_stage_can_change_what_it_reads() -> None:
     [
         (["experience.kind=contrast", "loss.boost=0.6"], "rollout: {guided_fraction: 0}"),
         (["advantage.kind=grpo_process"], "rollout: {max_turns: 1}"),
+        (["advantage={kind: 'own:f', params: {x: 1}}"], "advantage: {kind: rloo}"),
         (["advantage={kind: gae_bilevel, bootstrap: true}", "rollout.max_turns=1"], ""),
     ],
 )
