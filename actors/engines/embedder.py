@@ -29,27 +29,31 @@ POOLINGS = {  # sentence-transformers' names
 class TransformerEmbedder:
     """Embedder on an encoder; see `actors/experience/embed.py: Embedder`.
 
-    Raise ValueError if the directory holds no model.
+    Raise ValueError if the directory holds no model that embeds.
     """
 
     def __init__(self, directory: str) -> None:
-        path = Path(directory)
         try:
-            self._tokenizer: Any = AutoTokenizer.from_pretrained(path, local_files_only=True)
-            self._model: Any = AutoModel.from_pretrained(path, local_files_only=True).eval()
-            digest = _digest(path)
+            self._load(Path(directory))
+            self.embed(["a text"])  # not every model does
         except Exception as error:  # libraries raise classes of their own for a torn file
             problem = " ".join(f"{type(error).__name__}: {error}".split())[:300]
             raise ValueError(f"experience.embedder: {directory}: {problem}") from error
+
+    def _load(self, path: Path) -> None:
+        self._tokenizer: Any = AutoTokenizer.from_pretrained(path, local_files_only=True)
+        if self._tokenizer.pad_token is None:  # padding is masked, whatever token it is
+            self._tokenizer.pad_token = self._tokenizer.eos_token
+        self._model: Any = AutoModel.from_pretrained(path, local_files_only=True).eval()
         self._pooling = _pooling(path)
         limit = _read(path / "sentence_bert_config.json").get("max_seq_length") or MAX_TOKENS
         positions = getattr(self._model.config, "max_position_embeddings", None) or limit
         self._max_tokens = min(limit, positions)
         self.dimensions = int(self._model.config.hidden_size)
-        self.name = f"{path.resolve().name}-{self._pooling}-{digest}"
+        self.name = f"{path.resolve().name}-{self._pooling}-{_digest(path)}"
 
     def embed(self, texts: list[str]) -> np.ndarray:
-        """Return float32[n, d] with rows of length 1."""
+        """Return float32[n, d] with rows of length 1 (0 if a text has no tokens)."""
         parts = [self._batch(texts[i : i + BATCH]) for i in range(0, len(texts), BATCH)]
         return np.concatenate(parts) if parts else np.zeros((0, self.dimensions), np.float32)
 
@@ -57,6 +61,11 @@ class TransformerEmbedder:
     def _batch(self, texts: list[str]) -> np.ndarray:
         limits = {"truncation": True, "max_length": self._max_tokens}
         inputs = self._tokenizer(texts, padding=True, return_tensors="pt", **limits)
+        told_B = inputs["attention_mask"].bool().any(1).numpy()
+        if not told_B.all():  # a model has no states of nothing
+            vectors = np.zeros((len(texts), self.dimensions), np.float32)
+            vectors[told_B] = self.embed([texts[place] for place in np.flatnonzero(told_B)])
+            return vectors
         states_BTD = self._model(**inputs).last_hidden_state.float()
         mask_BT1 = inputs["attention_mask"][:, :, None].float()
         if self._pooling == "mean":
@@ -87,8 +96,7 @@ def _pooling(path: Path) -> str:
     if not wanted:
         return "mean"
     if len(wanted) > 1 or wanted[0] not in POOLINGS:
-        problem = f"pooling {', '.join(wanted)} is not supported"
-        raise ValueError(f"experience.embedder: {path}: {problem}")
+        raise ValueError(f"pooling {', '.join(wanted)} is not supported")
     return POOLINGS[wanted[0]]
 
 

@@ -17,7 +17,7 @@ from contributions import LOST, WON, Told, contribution, episode
 from encoders import write_encoder
 from launches import fair_time
 from openai_server import Answer, OpenAIServer
-from transformers import BertModel
+from transformers import BertModel, T5Config, T5Model
 
 from actors.engines.embedder import TransformerEmbedder
 from actors.envs.base import make_env
@@ -474,6 +474,34 @@ def test_a_batch_is_pooled_like_each_text_by_itself(
             expected = pick(model(ids).last_hidden_state[0])
         assert row == pytest.approx((expected / expected.norm()).numpy(), abs=1e-5)
     assert embedder.embed([]).shape == (0, 16)
+    assert not embedder.embed(["", ""]).any() and not embedder.embed(["go down", ""])[1].any()
+    assert embedder.embed(["", "go down"])[1] == pytest.approx(made[0], abs=1e-5)
+
+
+def test_a_tokenizer_without_a_token_to_pad_with_will_do(encoder: Path, tmp_path: Path) -> None:
+    whole = TransformerEmbedder(str(encoder)).embed(["go down", "up"])
+    bare = shutil.copytree(encoder, tmp_path / "bare")
+    settings = json.loads((bare / "tokenizer_config.json").read_text())
+    del settings["pad_token"]
+    (bare / "tokenizer_config.json").write_text(json.dumps(settings))
+    assert TransformerEmbedder(str(bare)).embed(["go down", "up"]) == pytest.approx(whole)
+
+
+@pytest.mark.parametrize("name", ["sentence_bert_config.json", "1_Pooling/config.json"])
+def test_an_embedder_with_a_torn_file_is_refused(encoder: Path, tmp_path: Path, name: str) -> None:
+    torn = shutil.copytree(encoder, tmp_path / "torn")
+    (torn / name).parent.mkdir(exist_ok=True)
+    (torn / name).write_text('{"max')
+    with pytest.raises(ValueError, match=r"^experience\.embedder: .*JSONDecodeError"):
+        TransformerEmbedder(str(torn))
+
+
+def test_a_model_that_does_not_embed_is_refused(encoder: Path, tmp_path: Path) -> None:
+    other = shutil.copytree(encoder, tmp_path / "other")
+    settings = T5Config(vocab_size=1100, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
+    T5Model(settings).save_pretrained(other)
+    with pytest.raises(ValueError, match=r"^experience\.embedder: .*inputs_embeds"):
+        TransformerEmbedder(str(other))
 
 
 def test_an_embedder_is_named_by_its_weights_wherever_they_lie(encoder: Path) -> None:
