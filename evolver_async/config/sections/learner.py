@@ -228,7 +228,7 @@ class LearnerConfig:
     decay_start: Annotated[float, Range(lt=1)] = 0.0
     lr_final: Fraction = 0.1  # share of lr at the end of the stage
     betas: list[Annotated[float, Range(lt=1)]] = field(default_factory=lambda: [0.9, 0.99])
-    eps: float = 1e-8  # of Adam; a larger one limits the drift of tokens that are never sampled
+    eps: Positive = 1e-8  # of Adam; a larger one limits the drift of tokens that are never sampled
     weight_decay: float = 0.0
     grad_clip: PositiveOrInfinite = 0.5
     max_bad_steps: Count = 3  # consecutive non-finite steps before the run ends

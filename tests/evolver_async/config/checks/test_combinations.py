@@ -20,6 +20,8 @@ from learner.data.selection import spread
         (["engine.merge_lora=true", "policy.lora.rank=4"], "engine.merge_lora: must be false: "),
         (["engine={kind: vllm, merge_lora: true}"], "engine.merge_lora: must be false: "),
         (["learner.lr=inf"], "learner.lr: must be finite"),
+        # a weight without any gradient, as of a token that is never read, would become 0 / 0
+        (["learner.eps=0"], "learner.eps: must be greater than 0"),
         (["learner.grad_clip=0"], "learner.grad_clip: must be greater than 0"),
         (["actors.count=0"], "actors.count: must be at least 1"),
         (["checkpoint.keep=1"], "checkpoint.keep: must be at least 2"),
