@@ -24,6 +24,7 @@ from evolver_async.config.secrets import escaped
 from evolver_async.config.sections import Config
 from evolver_async.config.sections.learner import by_kind
 from evolver_async.config.values.errors import ConfigError
+from evolver_async.extension import is_own
 from evolver_async.files import write_whole
 
 
@@ -42,9 +43,10 @@ def load(path: Path | str | None, dotlist: Sequence[str] = ()) -> Config:
             resolved = apply(resolved, tree)
     config = to_config(apply_arguments(resolved, dotlist))
     check(config)
-    rl = []
+    rl, samples_itself = [], False
     for index, stage in enumerate(config.stages):
         staged = stage_config(config, index)
+        samples_itself |= is_own(staged.buffer.sampler)
         if stage.kind == "rl":
             rl.append(_idle_keys(staged, stage.override, f"stages[{index}].override"))
             if staged.safety.action == "rollback":
@@ -53,6 +55,9 @@ def load(path: Path | str | None, dotlist: Sequence[str] = ()) -> Config:
     for key, problem in rl[0].items() if rl else ():
         if all(key in found for found in rl):
             raise ConfigError(f"{key}: {problem}")
+    if config.buffer.params and not samples_itself:
+        reads = f"buffer.sampler={config.buffer.sampler} reads none"
+        raise ConfigError(f"buffer.params: must be empty: {reads}")
     return config
 
 

@@ -244,6 +244,7 @@ from learner.data.selection import spread
                 ("judge", "none"),
             )
         ),
+        (["buffer.params={x: 1}"], "buffer.params: must be empty: buffer.sampler=fifo reads none"),
         (
             ["experience={kind: contrast, rewrite: true}"],
             "experience.rewrite: must be false: experience.kind=contrast asks no model",
