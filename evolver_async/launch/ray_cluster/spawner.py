@@ -99,8 +99,8 @@ class RaySpawner(Spawner):
         node, resources = self._home_of(role), self.resources(role)
         if node and not any(resources):  # nothing to reserve
             return NodeAffinitySchedulingStrategy(node, soft=False)
-        leaves = role == "learner" and rank == 0 and self.learner is not None
-        if leaves and (self.moves(self.learner) or self.lost(self.learner)):
+        last = self.learner if role == "learner" and rank == 0 else None
+        if last is not None and (self.moves(last) or self.lost(last)):
             self._give_back(role)
         return PlacementGroupSchedulingStrategy(
             self._reserved(role, node, resources), placement_group_bundle_index=rank
