@@ -89,9 +89,6 @@ def demonstrated(config: Config, kind: str) -> Iterator[tuple[str, str]]:
     if kind == "sft" and experience.internalise != "none":
         follows = "a guided demonstration follows what its experience says"
         yield "experience.internalise", f"must be none, or rollout.guided_fraction 0: {follows}"
-    size, share = config.rollout.group_size, config.rollout.guided_fraction
-    if kind == "sft" and not round(share * size):
-        yield "rollout.guided_fraction", f"must guide a member of {size}, or be 0: is {share}"
 
 
 def guided(config: Config) -> Iterator[tuple[str, str]]:

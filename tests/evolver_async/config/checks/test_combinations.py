@@ -288,16 +288,9 @@ from learner.data.selection import spread
             ],
             "stages[1].override: advantage.kind: grpo_process compares turns",
         ),
-        *(
-            (
-                [
-                    "experience={kind: contrast, internalise: none}",
-                    "rollout={group_size: 8, guided_fraction: 0.05}",
-                    f"stages=[{stage}]",
-                ],
-                "rollout.guided_fraction: must guide a member of 8",
-            )
-            for stage in ("{kind: rl, steps: 1}", "{kind: sft, steps: 1}")
+        (
+            ["experience.kind=contrast", "rollout={group_size: 8, guided_fraction: 0.05}"],
+            "rollout.guided_fraction: must guide a member of 8",
         ),
         (
             ["experience.kind=contrast", "stages=[{kind: sft, steps: 1}]"],
