@@ -76,7 +76,8 @@ class LessonExtractor:
         self._found: queue.SimpleQueue[GroupLessons] = queue.SimpleQueue()
         self._rewritten: OrderedDict[tuple[str, ...], tuple[Future[list[str]], float]]
         self._rewritten = OrderedDict()
-        self._waiting: dict[str, float] = {}  # since when, by task
+        self._timeout_s = config.timeout_s
+        self._waiting: dict[str, float] = {}  # since when, by task, the first first
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
@@ -123,15 +124,22 @@ class LessonExtractor:
             if len(self._rewritten) > MAX_REWRITTEN:
                 self._rewritten.popitem(last=False)
         rewritten, since = self._rewritten[name]
-        since = min(since, self._waiting.setdefault(query, now))
+        since = min(since, self._since(query, now))
         done, late = rewritten.done(), now - since >= self._rewrite_s
-        if done or late:
-            del self._waiting[query]
         if done:
+            del self._waiting[query]
             if not rewritten.result():
                 del self._rewritten[name]  # the next call tries again
             return rewritten.result() or texts
         return texts if late else None
+
+    def _since(self, query: str, now: float) -> float:
+        """Return since when this task is waited for; a wait ends for all who share it at once."""
+        for other, since in list(self._waiting.items()):
+            if now - since < self._timeout_s:
+                break
+            del self._waiting[other]  # who began it has an answer by now, or is gone
+        return self._waiting.setdefault(query, now)
 
     def counters(self) -> dict[str, float]:
         """Return totals by metric name, those of the endpoint included."""

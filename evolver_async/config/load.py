@@ -51,7 +51,7 @@ def load(path: Path | str | None, dotlist: Sequence[str] = ()) -> Config:
             rl.append(_idle_keys(staged, stage.override, f"stages[{index}].override"))
             if staged.safety.action == "rollback":
                 rolled = stage_config(config, index, rollbacks=1)
-                _idle_keys(rolled, staged.safety.rollback, "safety.rollback")
+                rl.append(_idle_keys(rolled, staged.safety.rollback, "safety.rollback"))
     for key, problem in rl[0].items() if rl else ():
         if all(key in found for found in rl):
             raise ConfigError(f"{key}: {problem}")

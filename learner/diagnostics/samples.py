@@ -66,7 +66,7 @@ def drop_oldest(directory: Path, limit_bytes: int) -> None:
     for path, facts in found[:-1]:
         if over <= 0:
             return
-        path.unlink()
+        path.unlink(missing_ok=True)
         over -= facts.st_size
 
 

@@ -390,6 +390,26 @@ def test_nobody_waits_longer_because_the_pool_has_grown_meanwhile(
             assert len(found or []) == (8 if now == 1.5 else 0), f"{found} at {now}"
 
 
+def test_a_second_episode_of_a_task_waits_no_longer_either(
+    make: Callable[..., ExperienceService],
+) -> None:
+    def answer(body: dict[str, Any]) -> str | openai.Reply:
+        rewriting = body["messages"][-1]["content"].startswith(prompts.REWRITE[:20])
+        return openai.silence() if rewriting else proper(body)
+
+    with OpenAIServer(otherwise=answer) as server:
+        service = make(server, rewrite=True, timeout_s=2.0, top_k=20)
+        service.handle("actor-0", contribution(WON, LOST, query=TASK), 0.0)
+        settle(service)
+        assert texts(service, 0.0) is None
+        assert service.pool.add([Item(TASK, "found meanwhile", 1.0)], "actor-1", ["t"]) == 1
+        assert texts(service, 1.0) is None
+        assert texts(service, 1.5), "the first episode"
+        assert texts(service, 1.6), "the second one, which has waited as long"
+        assert service.pool.add([Item(TASK, "found long after", 1.0)], "actor-1", ["t"]) == 1
+        assert texts(service, 99.0) is None, "a later one waits for its own"
+
+
 def test_a_defect_of_an_endpoint_leaves_entries_as_they_are(tmp_path: Path) -> None:
     class Broken(Endpoint):
         async def complete(self, *_: Any, **__: Any) -> str:

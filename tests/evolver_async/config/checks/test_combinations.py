@@ -388,3 +388,8 @@ def test_a_dpo_stage_can_change_what_it_reads() -> None:
 def test_what_acts_in_one_stage_is_allowed(arguments: list[str], override: str) -> None:
     later = f"{{kind: rl, steps: 1, override: {{{override}}}}}"
     load(None, [*arguments, f"stages=[{{kind: rl, steps: 1}}, {later}]"])
+
+
+def test_what_acts_after_a_rollback_is_allowed() -> None:
+    safety = "safety={action: rollback, rollback: {advantage: {kind: 'own:f'}}}"
+    load(None, ["stages=[{kind: rl, steps: 1}]", "advantage.params={x: 1}", safety])
