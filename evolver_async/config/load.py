@@ -43,6 +43,12 @@ def load(path: Path | str | None, dotlist: Sequence[str] = ()) -> Config:
             resolved = apply(resolved, tree)
     config = to_config(apply_arguments(resolved, dotlist))
     check(config)
+    _check_stages(config)
+    return config
+
+
+def _check_stages(config: Config) -> None:
+    """Raise ConfigError for what cannot work in a stage, and for keys that act in none."""
     rl, samples_itself = [], False
     for index, stage in enumerate(config.stages):
         staged = stage_config(config, index)
@@ -58,7 +64,6 @@ def load(path: Path | str | None, dotlist: Sequence[str] = ()) -> Config:
     if config.buffer.params and not samples_itself:
         reads = f"buffer.sampler={config.buffer.sampler} reads none"
         raise ConfigError(f"buffer.params: must be empty: {reads}")
-    return config
 
 
 def stage_config(config: Config, index: int, rollbacks: int = 0) -> Config:

@@ -371,18 +371,25 @@ def test_entries_are_given_as_they_are_where_rewording_hangs_or_fails(
         assert found == ["good now"], "and the next one has it tried again"
 
 
+def all_but_rewritings(body: dict[str, Any]) -> str | openai.Reply:
+    """A rewriting is never answered."""
+    rewriting = body["messages"][-1]["content"].startswith(prompts.REWRITE[:20])
+    return openai.silence() if rewriting else proper(body)
+
+
+def waited_for(service: ExperienceService) -> ExperienceService:
+    """The service, with entries whose rewriting a first episode waits for since 0.0."""
+    service.handle("actor-0", contribution(WON, LOST, query=TASK), 0.0)
+    settle(service)
+    assert texts(service, 0.0) is None
+    return service
+
+
 def test_nobody_waits_longer_because_the_pool_has_grown_meanwhile(
     make: Callable[..., ExperienceService],
 ) -> None:
-    def answer(body: dict[str, Any]) -> str | openai.Reply:
-        rewriting = body["messages"][-1]["content"].startswith(prompts.REWRITE[:20])
-        return openai.silence() if rewriting else proper(body)
-
-    with OpenAIServer(otherwise=answer) as server:
-        service = make(server, rewrite=True, timeout_s=2.0, top_k=20)
-        service.handle("actor-0", contribution(WON, LOST, query=TASK), 0.0)
-        settle(service)
-        assert texts(service, 0.0) is None
+    with OpenAIServer(otherwise=all_but_rewritings) as server:
+        service = waited_for(make(server, rewrite=True, timeout_s=2.0, top_k=20))
         for number, now in enumerate((0.5, 1.0, 1.4, 1.5, 9.0)):
             item = Item(TASK, " ".join(f"meanwhile{number}x{i}" for i in range(5)), 1.0)
             assert service.pool.add([item], "actor-1", ["t"]) == 1
@@ -393,15 +400,8 @@ def test_nobody_waits_longer_because_the_pool_has_grown_meanwhile(
 def test_a_second_episode_of_a_task_waits_no_longer_either(
     make: Callable[..., ExperienceService],
 ) -> None:
-    def answer(body: dict[str, Any]) -> str | openai.Reply:
-        rewriting = body["messages"][-1]["content"].startswith(prompts.REWRITE[:20])
-        return openai.silence() if rewriting else proper(body)
-
-    with OpenAIServer(otherwise=answer) as server:
-        service = make(server, rewrite=True, timeout_s=2.0, top_k=20)
-        service.handle("actor-0", contribution(WON, LOST, query=TASK), 0.0)
-        settle(service)
-        assert texts(service, 0.0) is None
+    with OpenAIServer(otherwise=all_but_rewritings) as server:
+        service = waited_for(make(server, rewrite=True, timeout_s=2.0, top_k=20))
         assert service.pool.add([Item(TASK, "found meanwhile", 1.0)], "actor-1", ["t"]) == 1
         assert texts(service, 1.0) is None
         assert texts(service, 1.5), "the first episode"

@@ -387,9 +387,11 @@ def test_a_dpo_stage_can_change_what_it_reads() -> None:
 )
 def test_what_acts_in_one_stage_is_allowed(arguments: list[str], override: str) -> None:
     later = f"{{kind: rl, steps: 1, override: {{{override}}}}}"
-    load(None, [*arguments, f"stages=[{{kind: rl, steps: 1}}, {later}]"])
+    loaded = load(None, [*arguments, f"stages=[{{kind: rl, steps: 1}}, {later}]"])
+    assert len(loaded.stages) == 2
 
 
 def test_what_acts_after_a_rollback_is_allowed() -> None:
     safety = "safety={action: rollback, rollback: {advantage: {kind: 'own:f'}}}"
-    load(None, ["stages=[{kind: rl, steps: 1}]", "advantage.params={x: 1}", safety])
+    loaded = load(None, ["stages=[{kind: rl, steps: 1}]", "advantage.params={x: 1}", safety])
+    assert loaded.advantage.params == {"x": 1}
