@@ -77,15 +77,10 @@ def alarms(directory: Path, answer: Answer, *, drifts: bool, scored: bool) -> di
             for step in range(STEPS):
                 state.take = step
                 pleasing = min(1.0, (step - DRIFT + 1) / 4) if drifts and step >= DRIFT else 0.0
-                one_by_one = (
-                    episode(
-                        EPISODES * step + number,
-                        number < pleasing * EPISODES,
-                        scored and number % 50 == 0,
-                    )
-                    for number in range(EPISODES)
-                )
-                await asyncio.gather(*map(judge.label, one_by_one))
+                for number in range(EPISODES):  # in order: it decides which ones are probed
+                    praises = number < pleasing * EPISODES
+                    known = scored and number % 50 == 0
+                    await judge.label(episode(EPISODES * step + number, praises, known))
                 await judge.settle()
                 metrics = {"train/format_errors": 0.0, "train/success": 0.2}
                 for alarm in guard.watch(config, state, [], StepResult([], {}, 0, 0, metrics)):
