@@ -33,10 +33,11 @@ TODAY = datetime(2024, 7, 26)
 class Chat:
     """Conversation format of one tokenizer.
 
-    `end_of_turn` is the token that the template puts behind an assistant message (None where that
-    is not one special token); `stop_tokens` are those whose sampling ends a turn. `between` is the
-    text between an assistant message and the next one of the user, `opening` that between the
-    latter and where the policy writes. ValueError: the template drops or changes messages.
+    `end_of_turn` is the token that the template puts behind the last message of the assistant, or
+    else the one that heads the next message (None where that is not one special token);
+    `stop_tokens` are those whose sampling ends a turn. `between` is the text between an assistant
+    message and the next one of the user, `opening` that between the latter and where the policy
+    writes. ValueError: the template drops or changes messages.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -54,15 +55,18 @@ class Chat:
         if not (found and found_too):
             raise ValueError("chat template: it does not render every message as it is")
         eos: int | None = tokenizer.eos_token_id
+        self._marks = {eos, *tokenizer.added_tokens_decoder} - {None}
         self.stop_tokens = frozenset(() if eos is None else (eos,))
         if tokenizer.name_or_path:  # the directory of its model
             self.stop_tokens |= end_tokens(tokenizer.name_or_path)
-        ending, self.end_of_turn = self.tokens_of(self.between), eos
-        if ending and ending[0] in tokenizer.added_tokens_decoder:
-            self.end_of_turn = ending[0]
-            self.stop_tokens |= {ending[0]}
-        elif self.behind(eos, ending) == ending:  # not behind a blank either, as Llama 2 has it
-            self.end_of_turn = None
+        # A template can close a message in another way than the last one, at whose end the model
+        # stops: behind a thought of harmony's comes <|end|>, behind the answer <|return|>.
+        _, _, behind_last = self.render(history, opens=False).partition(ASSISTANT)
+        closing, ending = (self._mark(self.tokens_of(t)) for t in (behind_last, self.between))
+        self._closing = None if closing is None else ending
+        self.end_of_turn = ending if closing is None else closing
+        if self.end_of_turn is not None:
+            self.stop_tokens |= {self.end_of_turn}
 
     @property
     def vocabulary(self) -> int:
@@ -113,12 +117,18 @@ class Chat:
 
     def behind(self, last: int | None, tokens: list[int]) -> list[int]:
         """Return the template's tokens behind a turn, whose own is `last`, without the one that
-        ends the turn if it is the same: it must not come twice. Blanks before it go with it."""
-        if last in self.stop_tokens and last in tokens:
-            place = tokens.index(last)
-            if not self._decode(tokens[:place]).strip():
-                return tokens[place + 1 :]
+        ends the turn if `last` has ended it: it must not end twice. Blanks before it go with it."""
+        mark = self._mark(tokens)
+        if last in self.stop_tokens and mark is not None and mark in (last, self._closing):
+            return tokens[tokens.index(mark) + 1 :]
         return tokens
+
+    def _mark(self, tokens: list[int]) -> int | None:
+        """Return the special token that the tokens begin with, behind blanks too; None without."""
+        for place, token in enumerate(tokens):
+            if token in self._marks:
+                return None if self._decode(tokens[:place]).strip() else token
+        return None
 
     def message(self, user: str) -> tuple[list[int], list[int]]:
         """Return the tokens that `next` has before the user's message, and those of the message
@@ -140,8 +150,11 @@ class Chat:
             tokens.append(self.end_of_turn)
         return tokens
 
-    def render(self, messages: list[dict[str, Any]], tools: list[Any] | None = None) -> str:
-        """Render a whole conversation with the template, up to the beginning of the policy's turn.
+    def render(
+        self, messages: list[dict[str, Any]], tools: list[Any] | None = None, *, opens: bool = True
+    ) -> str:
+        """Render a whole conversation with the template. `opens`: up to the beginning of the
+        policy's turn.
 
         Raises whatever the template does.
         """
@@ -149,7 +162,7 @@ class Chat:
             messages,
             tools=tools or None,
             tokenize=False,
-            add_generation_prompt=True,
+            add_generation_prompt=opens,
             strftime_now=TODAY.strftime,
             forced_prefix="",  # of a template that an earlier run exported: the prefix comes after
         )

@@ -64,6 +64,34 @@ def test_the_token_that_ends_a_turn_comes_once_behind_a_blank_too() -> None:
         assert tokenizer.decode(tokens) == f"{tokenizer.decode(turn)}{between}[INST] saw [/INST]"
 
 
+HARMONY = (  # <|im_end|> closes a message, <|endoftext|> the model's turn
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}"
+    "{{ '<|endoftext|>' if loop.last and not add_generation_prompt else '<|im_end|>' }}"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def test_the_end_of_a_message_within_a_turn_does_not_end_it() -> None:
+    """As with gpt-oss, whose turn is a message with its thought, and one with its answer."""
+    tokenizer = make_tokenizer(HARMONY)
+    chat, end = Chat(tokenizer), tokenizer.eos_token_id
+    assert chat.end_of_turn == end and chat.stop_tokens == {end}
+    follows = "<|im_start|>user\nsaw<|im_end|><|im_start|>assistant\n"
+    assert tokenizer.decode(chat.next("saw", "", end)) == follows
+    cut = chat.tokens_of("</answer>")[-1]
+    assert tokenizer.decode(chat.next("saw", "", cut)) == f"<|im_end|>{follows}"
+
+
+def test_a_turn_that_another_token_has_ended_is_not_ended_again(tmp_path: Path) -> None:
+    """As with Llama 3, whose calls of a tool end with another token than its answers."""
+    make_tokenizer().save_pretrained(tmp_path)
+    call = TOKENIZER.convert_tokens_to_ids("<|im_start|>")
+    (tmp_path / GENERATION).write_text(json.dumps({"eos_token_id": [END, call]}))
+    chat = Chat(load_tokenizer(tmp_path))
+    assert chat.next("saw", "", call) == chat.next("saw", "", END)
+    assert chat.next("saw", "", None)[0] == END
+
+
 def test_a_token_that_heads_the_next_message_comes_once_and_is_no_other(tmp_path: Path) -> None:
     """As with GLM, where the head of a user's or of a tool's message ends a turn."""
     heads = "{% for message in messages %}<|im_start|>{{ message['content'] }}{% endfor %}"
