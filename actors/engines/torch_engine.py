@@ -23,7 +23,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from actors.engines.base import Generation, Request, RunningRequest
 from actors.engines.decoding.adoption import adopt
 from actors.engines.decoding.forward import SlotModel
-from actors.engines.decoding.kv_slots import Slots, check_attention
+from actors.engines.decoding.kv_slots import Slots, check_model
 from actors.engines.decoding.prefill import choose_prefill
 from actors.engines.decoding.sampling import Draws, sample
 from actors.engines.decoding.stops import StopStrings
@@ -50,7 +50,7 @@ class TorchEngine:
         prefill_tokens: int,
         in_flight: str,
     ) -> None:
-        check_attention(model.config, max_length)
+        check_model(model.config, max_length)
         self.weights = weights
         self._model = model
         self._forward_pass = SlotModel(model, max_length)

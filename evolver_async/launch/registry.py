@@ -33,6 +33,7 @@ ROLES = PROCESSES | {
     "exact": "actors.envs.exact:exact_of_first",  # (tasks, counts, max_turns) -> values by count
     "embedder": "actors.experience.embed:load_embedder",  # (experience) -> embedder, cosine
     "vocabulary": "actors.envs.vocabulary:vocabulary_of",  # (config) -> words
+    "check_engine": "actors.engines.model_check:check",  # (config, model, tokenizer) -> None
     "check_prompts": "actors.checks.prompts:check",  # (config) -> None
     "export": "learner.tools.export:export",  # (run_dir, out, step) -> one line
     "manual": "actors.export_manual:write_manual",  # (config of a stage, directory) -> None

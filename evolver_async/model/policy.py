@@ -83,6 +83,8 @@ def split_model(model: nn.Module) -> tuple[nn.Module, nn.Module]:
     head = model.get_output_embeddings()
     if head is None:
         raise ModelError(f"{type(model).__name__} has no language-model head")
+    if model.base_model is model:
+        raise ModelError(f"{type(model).__name__} does not name the part before its head")
     return model.base_model, head
 
 

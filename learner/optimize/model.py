@@ -30,7 +30,12 @@ def load(config: Config, device: str) -> PreTrainedModel:
     layers although they are configured, or for adapters that do not fit it.
     """
     settings = config.policy
-    model = policy.load_model(settings.path, dtype=settings.dtype, device=device)
+    return fit(config, policy.load_model(settings.path, dtype=settings.dtype, device=device))
+
+
+def fit(config: Config, model: PreTrainedModel) -> PreTrainedModel:
+    """Make of a model that was read what `load` returns, in place. ModelError as there."""
+    settings = config.policy
     layout_of(config, model, model.device)
     if config.learner.gradient_checkpointing:
         policy.checkpoint_layers(model)

@@ -111,11 +111,17 @@ def _vocabulary(config: Config) -> list[str]:
 
 
 def _load(config: Config) -> None:
-    """Load tokenizer and model once. ModelError whatever a library raises meanwhile."""
+    """Load tokenizer and model once, and try what the engine and the learner make of the model.
+
+    ModelError whatever a library raises meanwhile; ConfigError if the engine cannot run it.
+    """
+    settings = config.policy
     try:
-        policy.load_tokenizer(config.policy.path)
-        model.load(config, "cpu")
-    except policy.ModelError:
+        tokenizer = policy.load_tokenizer(settings.path)
+        loaded = policy.load_model(settings.path, dtype=settings.dtype, device="cpu")
+        resolve("check_engine")(config, loaded, tokenizer)
+        model.fit(config, loaded)
+    except (policy.ModelError, ConfigError):
         raise
     except Exception as error:
         raise policy.ModelError(f"{type(error).__name__}: {error}") from error

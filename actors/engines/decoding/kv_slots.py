@@ -258,7 +258,12 @@ def check_attention(config: PretrainedConfig, max_length: int) -> None:
     known = {"full_attention", "sliding_attention"}
     kinds = set(getattr(config, "layer_types", None) or ()) - known
     if kinds:
-        raise ValueError(f"the torch engine cannot run layers of type {', '.join(sorted(kinds))}")
+        raise ValueError(f"it has layers of type {', '.join(sorted(kinds))}")
+
+
+def check_model(config: PretrainedConfig, max_length: int) -> None:
+    """Raise ValueError as `check_attention`, or if the model has fewer positions."""
+    check_attention(config, max_length)
     most = config.max_position_embeddings
     if most < max_length:
         raise ValueError(f"the model's {most} positions are fewer than {max_length}")

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from small_models import SHAPE, TOKENIZER
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from actors.envs.bandit import Bandit
 from evolver_async.config import ConfigError
@@ -68,6 +70,47 @@ def test_an_error_of_a_library_is_laid_to_the_model(
     monkeypatch.setattr(policy, "load_tokenizer", refuse)
     with pytest.raises(ConfigError, match=r"^policy\.path: RuntimeError: expected value at line 1"):
         prepare.main(arguments(tmp_path, "policy.path=anywhere"))
+
+
+LATENT = {
+    **{"num_key_value_heads": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1},
+    **{"topk_group": 1, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8},
+    **{"qk_nope_head_dim": 8, "v_head_dim": 8, "moe_intermediate_size": 32},
+}
+STATES = {"max_position_embeddings": 256}  # and recurrent layers, of which it says nothing
+CHUNKS = {"num_local_experts": 2, "head_dim": 8, "intermediate_size_mlp": 64}
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes", "said"),
+    [
+        ("deepseek_v3", LATENT, "engine.kind: torch cannot run DeepseekV3ForCausalLM of policy"),
+        ("falcon", {"alibi": True}, "engine.kind: torch cannot run FalconForCausalLM of policy"),
+        ("mistral", {"sliding_window": 16}, r"engine.kind: .*: the model's sliding window 16 is"),
+        ("recurrent_gemma", STATES, r"engine.kind: .*: its log-probs differ by .* that are trai"),
+        ("llama4_text", CHUNKS, "policy.path: Llama4ForCausalLM does not name the part"),
+    ],
+)
+def test_a_model_that_the_engine_cannot_run_is_refused(
+    tmp_path: Path, kind: str, sizes: dict[str, int], said: str
+) -> None:
+    """It failed in the actors, at their start or in their first turn."""
+    made = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SHAPE | sizes))
+    made.save_pretrained(tmp_path / "policy")
+    TOKENIZER.save_pretrained(tmp_path / "policy")
+    given = arguments(tmp_path, f"policy.path={tmp_path / 'policy'}", "policy.max_length=128")
+    with pytest.raises(ConfigError, match=f"^{said}"):
+        prepare.main(given)
+
+
+def test_attention_that_takes_no_packed_rows_is_named_by_its_key(tmp_path: Path) -> None:
+    made = AutoModelForCausalLM.from_config(AutoConfig.for_model("falcon", **SHAPE))
+    made.save_pretrained(tmp_path / "policy")
+    TOKENIZER.save_pretrained(tmp_path / "policy")
+    keys = [f"policy.path={tmp_path / 'policy'}", "policy.max_length=128"]
+    with pytest.raises(ConfigError, match=r"^learner\.packing: must be false, as FalconFor"):
+        prepare.main(arguments(tmp_path, *keys))
+    prepare.main(arguments(tmp_path, *keys, "learner.packing=false", "rollout.max_tokens=8"))
 
 
 SHOP = "{kind: rl, steps: 1, override: {env: {name: webshop, params: {}}}}"
