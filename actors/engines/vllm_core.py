@@ -55,7 +55,7 @@ class VllmCore:
     `vocabulary`. `pause_s`: seconds for which the last update paused generation; `updates`: number
     of updates; `restarts`: number of restarts; `keeps_kv`: updates leave the KV cache as it is;
     `broken`: set by the caller if the current weights gave a log-prob that is not finite. A start
-    takes half a minute. Raise ValueError for invalid settings.
+    takes half a minute. Raise ConfigError for settings or a model that vLLM refuses.
     """
 
     def __init__(

@@ -6,13 +6,15 @@ import os
 import threading
 from collections.abc import Coroutine
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from actors.engines.vllm_failures import first_failure
 from actors.engines.vllm_lora import ADAPTER, Adapter
 from actors.weights.vllm_channel import WorkerChannel
-from evolver_async.config import EngineConfig
+from evolver_async.config import ConfigError, EngineConfig
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM  # pyright: ignore[reportMissingImports]
@@ -61,7 +63,8 @@ def start(settings: Settings, channel: WorkerChannel) -> "AsyncLLM":
     """Start vLLM with the weights of the policy directory, in processes that end with this one.
 
     The workers receive versions from `channel` once they are told to join it (`open_channel`).
-    Raise ValueError if this build of vLLM does not support `settings.device`.
+    Raise ConfigError if this build of vLLM does not support `settings.device`, or refuses the
+    settings or the model; RuntimeError, with its processes' own reason, if they cannot start.
     """
     set_environment()
     from vllm import AsyncEngineArgs  # pyright: ignore[reportMissingImports]
@@ -73,7 +76,7 @@ def start(settings: Settings, channel: WorkerChannel) -> "AsyncLLM":
     on_cpu = current_platform.is_cpu()
     if settings.device not in ("auto", "cpu" if on_cpu else "cuda"):
         only = f"{'cpu' if on_cpu else 'cuda'} only, not {settings.device}"
-        raise ValueError(f"engine.device: this build of vLLM supports {only}")
+        raise ConfigError(f"engine.device: this build of vLLM supports {only}")
     eager = settings.eager == "always" or (settings.eager == "auto" and on_cpu)
     if on_cpu and eager:
         os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
@@ -104,7 +107,21 @@ def start(settings: Settings, channel: WorkerChannel) -> "AsyncLLM":
         os.environ[OWNER] = str(os.getpid())
         os.environ[CHANNEL] = msgspec.json.encode(channel).decode()
         os.environ[ADAPTER] = msgspec.json.encode(settings.adapter).decode()
-        return AsyncLLM.from_engine_args(arguments)
+        try:
+            return AsyncLLM.from_engine_args(arguments)
+        except ValueError as error:
+            refused = f"vllm refuses {settings.path} with these settings"
+            raise ConfigError(f"engine.kind: {refused}: {_reason(error)}") from error
+        except RuntimeError as error:
+            if reason := first_failure(Path(channel.states)):
+                raise RuntimeError(f"vLLM's processes have failed: {reason}") from error
+            raise
+
+
+def _reason(error: ValueError) -> str:
+    """Return the sentence of an error, without what pydantic prints around it."""
+    text = " ".join(str(error).split())
+    return text.partition("Value error, ")[2].partition(" [type=")[0] or text
 
 
 def end(llm: "AsyncLLM") -> None:

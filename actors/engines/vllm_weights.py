@@ -4,6 +4,7 @@ vLLM calls `register` in each of its processes, as pyproject.toml names it as a 
 has an end of the weight channel (`vllm_channel`). `vllm_core` is its counterpart in the actor.
 """
 
+import logging
 import os
 import select
 import signal
@@ -11,6 +12,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -30,6 +32,7 @@ from vllm.model_executor.model_loader.reload import (  # pyright: ignore[reportM
     initialize_layerwise_reload,
 )
 
+from actors.engines.vllm_failures import FailureFile
 from actors.engines.vllm_lora import ADAPTER, Adapter, AdapterLoader
 from actors.weights.vllm_channel import StagingThread, WorkerChannel
 from actors.weights.vllm_shadow import ShadowModel
@@ -41,12 +44,17 @@ CHANNEL = "EVOLVER_ENGINE_CHANNEL"  # environment variable with a WorkerChannel
 
 
 def register() -> None:
-    """Register the backend, and end this process with its owner if it has one."""
+    """Register the backend. If this process has an owner, keep its first error, and end with it."""
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(BACKEND, ChannelTransfer)
     owner = int(os.environ.get(OWNER, 0))
     if owner not in (0, os.getpid()):
+        logging.getLogger("vllm").addHandler(FailureFile(Path(_channel().states)))
         threading.Thread(target=_end_with, args=(owner,), name="owner", daemon=True).start()
+
+
+def _channel() -> WorkerChannel:
+    return msgspec.json.decode(os.environ[CHANNEL], type=WorkerChannel)
 
 
 def _end_with(owner: int) -> None:
@@ -129,8 +137,7 @@ class ChannelTransfer(WeightTransferEngine[NoInfo, StagedWeights]):
     def join(self) -> None:
         """Make the receiver and the thread that stages."""
         rank = self.vllm_config.parallel_config.rank
-        channel = msgspec.json.decode(os.environ[CHANNEL], type=WorkerChannel)
-        self._staging = StagingThread(channel, rank, str(self.device), self._prepare)
+        self._staging = StagingThread(_channel(), rank, str(self.device), self._prepare)
 
     def init_transfer_engine(self, init_info: NoInfo) -> None:
         """Do nothing."""

@@ -1,6 +1,7 @@
 """Child processes of a launcher: command line, environment, exit code and log."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from evolver_async.process.addresses import keys_of
 FINAL = (USER_ERROR, TRAINING_ERROR, EVALUATION_LOST)  # exit codes that a restart would repeat
 SEARCHED_LINES = 100  # of a log, for the error that ended the process
 NO_ERROR = "no error was logged"
+WARNING = re.compile(r"^warnings\.warn\(|:\d+: \w*Warning: ")
 FRAME = "+-| "  # what surrounds the traceback of an exception group
 CRASHED = 1  # exit code after any other error
 
@@ -172,9 +174,12 @@ class Spawner(ABC):
 
 
 def innermost(lines: list[str]) -> str:
-    """Return the last line that says something, without the frame of an exception group."""
+    """Return the last line that says something, without the frame of an exception group.
+
+    A warning of Python's, as its exit gives for memory that a dead process has left, says nothing.
+    """
     said = (line.strip().lstrip(FRAME) for line in reversed(lines))
-    return next((line for line in said if line), "")
+    return next((line for line in said if line and not WARNING.search(line)), "")
 
 
 class FailedStart:

@@ -18,6 +18,7 @@ from actors.engines.base import Generation
 from actors.engines.vllm_core import EngineDied, VllmCore
 from actors.engines.vllm_engine import VllmEngine
 from actors.engines.vllm_start import CPU_BLOCK
+from evolver_async.config import ConfigError
 from evolver_async.model.policy import ModelError
 from evolver_async.process.private_directories import PREFIX, claim
 from evolver_async.weights.channel.base import WeightsCorrupt, WeightsGone
@@ -82,6 +83,25 @@ def test_what_cannot_start_leaves_no_directory(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"engine\.device"):
         VllmCore(settings(path, directory=str(tmp_path), device="cuda"))
     assert [one.name for one in tmp_path.iterdir()] == ["policy"]
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "said"),
+    [
+        ("tensor_parallel", ConfigError, r"^engine\.kind: vllm refuses .* heads .* size \(3\)\.$"),
+        (
+            "kv_cache_bytes",
+            RuntimeError,
+            r"^vLLM's processes have failed: ValueError: .* cache blocks",
+        ),
+    ],
+)
+def test_a_start_that_fails_gives_vllms_reason(
+    tmp_path: Path, change: str, kind: type[Exception], said: str
+) -> None:
+    path = save(make_model("llama"), tmp_path / "policy")
+    with pytest.raises(kind, match=said):
+        VllmCore(settings(path, directory=str(tmp_path), **{change: 3}))
 
 
 def test_busy_seconds_count_while_generations_run() -> None:

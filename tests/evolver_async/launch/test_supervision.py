@@ -387,3 +387,5 @@ def test_the_cause_of_a_crash_is_no_frame_and_no_mere_message() -> None:
     group = ["  + Exception Group Traceback", "    | KeyError: 'x'", "    +-------------------"]
     assert innermost(group) == "KeyError: 'x'"
     assert innermost(["a", " "]) == "a" and innermost([]) == ""
+    warned = ["tracker.py:254: UserWarning: tracker: 1 leaked", "  warnings.warn('tracker: %d '"]
+    assert innermost(["KeyError: 'x'", *warned]) == "KeyError: 'x'"
