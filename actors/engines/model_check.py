@@ -14,7 +14,7 @@ from evolver_async.schema import WeightId
 
 PROMPTS = (5, 3)  # tokens, of two sessions in one forward
 SAMPLED = 3  # tokens of each
-LARGEST = {"float32": 1e-2, "bfloat16": 1.0}  # difference of log-probs; routers of experts can flip
+LARGEST = {"float32": 1e-2, "bfloat16": 3.0}  # difference of log-probs; routers of experts can flip
 
 
 def check(config: Config, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
