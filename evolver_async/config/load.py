@@ -54,13 +54,14 @@ def _check_stages(config: Config) -> None:
         staged = stage_config(config, index)
         samples_itself |= is_own(staged.buffer.sampler)
         if stage.kind == "rl":
-            rl.append(_idle_keys(staged, stage.override, f"stages[{index}].override"))
+            found = [dict(idle(staged))]
             if staged.safety.action == "rollback":
-                rolled = stage_config(config, index, rollbacks=1)
-                rl.append(_idle_keys(rolled, staged.safety.rollback, "safety.rollback"))
-    for key, problem in rl[0].items() if rl else ():
-        if all(key in found for found in rl):
-            raise ConfigError(f"{key}: {problem}")
+                found.append(dict(idle(stage_config(config, index, rollbacks=1))))
+                _refuse_idle(found[-1:], staged.safety.rollback, "safety.rollback")
+            _refuse_idle(found, stage.override, f"stages[{index}].override")
+            rl += found
+    for key in _idle_in_all(rl):
+        raise ConfigError(f"{key}: {rl[0][key]}")
     if config.buffer.params and not samples_itself:
         reads = f"buffer.sampler={config.buffer.sampler} reads none"
         raise ConfigError(f"buffer.params: must be empty: {reads}")
@@ -111,14 +112,17 @@ def _refused_without(config: Config, index: int) -> str:
     return ""
 
 
-def _idle_keys(staged: Config, tree: dict[str, Any], where: str) -> dict[str, str]:
-    """Return the keys that change nothing in an rl stage. ConfigError for one that `tree` sets."""
-    found = dict(idle(staged))
-    for key, problem in found.items():
+def _refuse_idle(found: list[dict[str, str]], tree: dict[str, Any], where: str) -> None:
+    """Raise ConfigError for a key that `tree` sets and that is idle throughout: see `idle`."""
+    for key in _idle_in_all(found):
         section, name = key.split(".")
         if name in tree.get(section, {}):
-            raise ConfigError(f"{where}: {key}: {problem}")
-    return found
+            raise ConfigError(f"{where}: {key}: {found[0][key]}")
+
+
+def _idle_in_all(found: list[dict[str, str]]) -> list[str]:
+    """Return the keys that change nothing in any of these configurations of rl stages."""
+    return [key for key in (found[0] if found else ()) if all(key in one for one in found)]
 
 
 def concurrent_members(config: Config) -> list[int]:

@@ -391,7 +391,11 @@ def test_what_acts_in_one_stage_is_allowed(arguments: list[str], override: str) 
     assert len(loaded.stages) == 2
 
 
-def test_what_acts_after_a_rollback_is_allowed() -> None:
+@pytest.mark.parametrize(
+    ("arguments", "override"),
+    [(["advantage.params={x: 1}"], ""), ([], "override: {advantage: {params: {x: 1}}}")],
+)
+def test_what_acts_after_a_rollback_is_allowed(arguments: list[str], override: str) -> None:
     safety = "safety={action: rollback, rollback: {advantage: {kind: 'own:f'}}}"
-    loaded = load(None, ["stages=[{kind: rl, steps: 1}]", "advantage.params={x: 1}", safety])
-    assert loaded.advantage.params == {"x": 1}
+    loaded = load(None, [f"stages=[{{kind: rl, steps: 1, {override}}}]", *arguments, safety])
+    assert stage_config(loaded, 0, rollbacks=1).advantage.params == {"x": 1}
