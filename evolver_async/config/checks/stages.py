@@ -1,6 +1,7 @@
 """Checks of stages and tasks against the other sections."""
 
 from collections.abc import Iterator
+from typing import Any
 
 from evolver_async.config.sections import Config
 from evolver_async.config.sections.run import SUPERVISED, StageConfig
@@ -9,8 +10,14 @@ from evolver_async.config.values.rules import check_plain
 ENTROPY = ("entropy_top_k",)  # the key of `loss` that supervised stages read: entropy is measured
 PREFERENCES = (*ENTROPY, "dpo_beta", "dpo_nll_coef")  # those that a dpo stage reads
 OF_RL = ("advantage", "correction", "critic")
+OF_ADVANTAGES = ("distill_coef", "reliance_coef")  # keys of `experience` that rl stages alone read
 REFILLS = ("kind", "max_refills", "max_empty")  # the keys of `selection` that a dpo stage reads
 PAIRED = ("all", "dynamic")  # and its kinds
+OF_ROLLOUTS = {  # keys that act on groups that the policy played
+    "rollout": ("temperature", "guided"),
+    "tasks": ("synthetic",),
+    "buffer": ("sampler", "params", "straggler"),
+}
 
 
 def stages(config: Config) -> Iterator[tuple[str, str]]:
@@ -57,26 +64,34 @@ def limits(config: Config, index: int) -> Iterator[tuple[str, str]]:
 
 
 def _without_effect(stage: StageConfig) -> Iterator[tuple[str, str]]:
-    """Refuse keys of an override that a stage of this kind does not read.
+    """Refuse keys of an override that a stage of this kind does not read."""
+    if stage.kind == "rl":
+        return
+    for section, values in stage.override.items():
+        for name, value in values.items():
+            if why := _idle_because(stage.kind, section, name, value):
+                yield f"{section}.{name}", f"has no effect: {why}"
+
+
+def _idle_because(kind: str, section: str, name: str, value: Any) -> str:
+    """Return the reason for which a stage of a `kind` other than rl ignores a key, "" if none.
 
     A dpo stage pairs members of every group: of `selection` it reads that groups without spread
     are refilled, and how many empty steps end the run.
     """
-    if stage.kind == "rl":
-        return
-    read, why = ENTROPY, f"a stage of kind {stage.kind} has no policy loss"
-    if stage.kind == "dpo":
-        read, why = PREFERENCES, "a dpo stage compares pairs by a loss of its own"
-        for name, value in stage.override.get("selection", {}).items():
-            if name not in REFILLS or (name == "kind" and value not in PAIRED):
-                pairs = "a dpo stage makes a pair of every group: all, or dynamic"
-                yield f"selection.{name}", f"has no effect: {pairs}"
-    for section in OF_RL:
-        for name in stage.override.get(section, {}):
-            yield f"{section}.{name}", f"has no effect: {why}"
-    for name in stage.override.get("loss", {}):
-        if name not in read:
-            yield f"loss.{name}", f"has no effect: {why}"
+    dpo = kind == "dpo"
+    if section in OF_RL or (section == "loss" and name not in (PREFERENCES if dpo else ENTROPY)):
+        loss = "a dpo stage compares pairs by a loss of its own"
+        return loss if dpo else f"a stage of kind {kind} has no policy loss"
+    if section == "experience" and name in OF_ADVANTAGES:
+        return "rl stages alone weigh what guidance was worth"
+    if section == "safety" and name != "max_reward":
+        return "alarms watch rl stages"
+    if not dpo and (section == "selection" or name in OF_ROLLOUTS.get(section, ())):
+        return f"a stage of kind {kind} trains on scripted episodes, in their order"
+    if section == "selection" and (name not in REFILLS or (name == "kind" and value not in PAIRED)):
+        return "a dpo stage makes a pair of every group: all, or dynamic"
+    return ""
 
 
 def tasks(config: Config) -> Iterator[tuple[str, str]]:

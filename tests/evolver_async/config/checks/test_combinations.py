@@ -158,6 +158,36 @@ from learner.data.selection import spread
                 ("selection", "keep", 0.25),
             )
         ),
+        *(
+            (
+                [
+                    f"stages=[{{kind: {kind}, steps: 1, override: {{{override}}}}}]",
+                    "learner.minibatches=1",
+                    "questioning.kind=goals",
+                ],
+                f"stages[0].override: {key}: has no effect: a stage of kind {kind} trains on",
+            )
+            for kind in ("sft", "world_model", "reflect")
+            for key, override in (
+                ("selection.kind", "selection: {kind: all}"),
+                ("buffer.sampler", "buffer: {sampler: freshest}"),
+                ("buffer.straggler", "buffer: {straggler: wait}"),
+                ("rollout.temperature", "rollout: {temperature: 0.7}"),
+                ("rollout.guided", "rollout: {guided: failed}"),
+                ("tasks.synthetic", "tasks: {synthetic: 0.5}"),
+            )
+        ),
+        *(
+            (
+                [f"stages=[{{kind: {kind}, steps: 1, override: {{{override}}}}}]"],
+                f"stages[0].override: {problem}",
+            )
+            for kind in ("sft", "dpo")
+            for override, problem in (
+                ("safety: {patience: 9}", "safety.patience: has no effect: alarms watch rl stages"),
+                ("experience: {reliance_coef: 1}", "experience.reliance_coef: has no effect: rl"),
+            )
+        ),
         (["stages=[{kind: reflect, steps: 1, alternatives: 0}]"], "stages[0].alternatives: "),
         (["stages=[{kind: world_model, steps: 1}]", "buffer.demo_groups=8"], "buffer.demo_groups"),
         (["stages=[{kind: dpo, steps: 1}]", "rollout.group_size=1"], "rollout.group_size: "),
@@ -368,6 +398,12 @@ def test_a_stage_without_selection_makes_as_many_updates_as_it_has_groups(kind: 
 )
 def test_a_rule_about_guidance_holds_where_it_can_act(arguments: list[str]) -> None:
     assert load(None, arguments).rollout.guided == "failed"
+
+
+def test_a_supervised_stage_can_change_what_it_reads() -> None:
+    changes = "safety: {max_reward: 9}, buffer: {reuse: 2}, rollout: {guided_fraction: 0}"
+    config = load(None, [f"stages=[{{kind: sft, steps: 1, override: {{{changes}}}}}]"])
+    assert stage_config(config, 0).safety.max_reward == 9
 
 
 def test_a_dpo_stage_can_change_what_it_reads() -> None:
