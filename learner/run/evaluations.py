@@ -85,11 +85,13 @@ class EvaluationTracker:
     ) -> PendingEvaluation | None:
         """Return the evaluation to repeat after a resume; the weights of others are gone.
 
-        A resume within a stage other than rl can have the version, but not the weights, of an
+        The newest result is forgotten if a rollback has left its version. A resume within a stage other than rl can have the version, but not the weights, of an
         evaluation that the stage before asked for.
 
         `stages`: the configurations, which a resume can have changed: removed sets are left out.
         """
+        if self.newest is not None and self.newest.weights.step > state.version:
+            self.newest = None
         again = [
             replace(asked, sets=[one for one in asked.sets if one in known])
             for asked in state.pending

@@ -226,6 +226,17 @@ def test_only_the_resumed_version_is_evaluated_again(bench: Bench) -> None:
     assert bench.evaluations.ask_again(state, stages) is None and state.pending == []
 
 
+def test_a_rollback_forgets_the_newest_result_of_a_version_that_it_leaves(bench: Bench) -> None:
+    stages = Stages(load(None, ["stages=[{kind: rl, steps: 9}]"]))
+    state = LearnerState(lineage=1, version=5)
+    bench.evaluations.ask(state, 0, 4)
+    bench.evaluations.take_in(state, [result(1, 5, 0.75)], 0.0)
+    bench.evaluations.ask_again(LearnerState(lineage=1, version=5), stages)
+    assert bench.evaluations.newest is not None
+    bench.evaluations.ask_again(LearnerState(lineage=1, version=4), stages)
+    assert bench.evaluations.newest is None, "the alert of the run's end would name it"
+
+
 def test_weights_that_changed_within_their_version_are_not_evaluated_again(bench: Bench) -> None:
     """The steps of stages other than rl make no version."""
     state = LearnerState(take=2, version=1, changed_take=2)
