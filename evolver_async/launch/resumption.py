@@ -117,6 +117,17 @@ def check_continues(run_dir: Path, before: Config, after: Config, state: dict[st
         seconds=state["stage_seconds"],
         success=state["eval_success"],
     )
+    done = {
+        "steps": taken,
+        "tokens": state["stage_tokens"],
+        "hours": state["stage_seconds"] / 3600,
+    }
+    for key in [] if state["finished"] else [one for one in over if one in done]:
+        raise ConfigError(
+            f"stages[{stage}].{key}: must be more than {done[key]:.9g}, which the stage has"
+            f" trained already, is {getattr(after.stages[stage], key):.9g}; it can end sooner only"
+            " if the run goes back (--step N)"
+        )
     last = stage + 1 == len(after.stages)
     if state["finished"] and over and last and not state["pending"]:
         limits = " and ".join(f"stages.{stage}.{key}=…" for key in over)

@@ -325,6 +325,29 @@ def test_a_finished_run_is_not_resumed(refused: Refused, run_dir: Path) -> None:
     assert refused("train", "--resume", run_dir).startswith(f"{run_dir}: is finished")
 
 
+@pytest.mark.parametrize(
+    ("stage", "problem"),
+    [
+        ("{steps: 4}", "steps: must be more than 5, which the stage has trained already, is 4"),
+        ("{steps: 9, tokens: 80}", "tokens: must be more than 90, which the stage"),
+        ("{steps: 9, hours: 0.5}", "hours: must be more than 1, which the stage"),
+    ],
+)
+def test_a_stage_cannot_become_shorter_than_it_is_already(
+    refused: Refused, run_dir: Path, stage: str, problem: str
+) -> None:
+    """It would train one more step."""
+
+    def write(directory: Path) -> None:
+        state = {"stage": 0, "stage_take": 0, "take": 5, "stage_tokens": 90, "stage_seconds": 3600}
+        state |= {"eval_success": -1.0, "finished": False, "pending": []}
+        (directory / "state.json").write_text(json.dumps(state))
+
+    save(run_dir / "checkpoints", 1, write, run_id="earlier", keep=2)
+    said = refused("train", "--resume", run_dir, f"stages=[{stage}]")
+    assert said.startswith(f"stages[0].{problem}")
+
+
 @pytest.mark.parametrize("fork", [(), ("--fork", "other")])
 @pytest.mark.parametrize(
     "change",
