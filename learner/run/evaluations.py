@@ -85,8 +85,9 @@ class EvaluationTracker:
     ) -> PendingEvaluation | None:
         """Return the evaluation to repeat after a resume; the weights of others are gone.
 
-        The newest result is forgotten if a rollback has left its version. A resume within a stage other than rl can have the version, but not the weights, of an
-        evaluation that the stage before asked for.
+        The newest result is forgotten if a rollback has left its version. A resume within a stage
+        other than rl can have the version, but not the weights, of an evaluation that the stage
+        before asked for.
 
         `stages`: the configurations, which a resume can have changed: removed sets are left out.
         """
