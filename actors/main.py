@@ -7,10 +7,10 @@ import signal
 import socket
 from contextlib import suppress
 
-from actors.checks.config import check_own
+from actors.checks.config import check_own, probe
 from actors.endpoint.runner import make_agents
 from actors.engines.factory import follow_weights
-from actors.envs.base import Probed, env_class, make_env
+from actors.envs.base import env_class, make_env
 from actors.experience.guide import ServiceGuide
 from actors.failures import FailureCounts
 from actors.formats.chat import Chat
@@ -131,8 +131,8 @@ def check_host(config: Config, *, probes: bool) -> None:
     try:
         for part in parts.values():
             env = make_env(part.env, part.params)
-            if probes and isinstance(env, Probed):
-                env.probe()
+            if probes:
+                probe(part.env, env)
     except ValueError as error:
         raise ConfigError(f"{UNPLAYABLE}: {error}") from error
 

@@ -147,8 +147,20 @@ def _check_service(config: Config, name: str, env: base.Env) -> None:
             f" take {env.longest_call_s:.1f} s with all its attempts: raise it, or reduce"
             f" env.params.{' or env.params.'.join(limits)}"
         )
-    if isinstance(env, base.Probed):
+    probe(name, env)
+
+
+def probe(name: str, env: base.Env) -> None:
+    """Raise ValueError, which names the key, for a requirement that this machine does not meet."""
+    if not isinstance(env, base.Probed):
+        return
+    try:
         env.probe()
+    except ValueError:
+        raise
+    except Exception as error:  # a probe of one's own, which can raise anything
+        problem = f"cannot be probed: {base.one_line(error)}"
+        raise base.EnvError(f"env.name: {name!r} {problem}") from error
 
 
 def _check_eval_sets(config: Config) -> None:

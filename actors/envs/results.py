@@ -3,6 +3,7 @@
 Numbers and truth values of numpy become Python's own: the wire takes no others.
 """
 
+import math
 from numbers import Real
 from typing import Any
 
@@ -40,13 +41,14 @@ def checked_verdict(value: object) -> tuple[float, bool]:
 
 
 def checked_exact(value: object) -> Exact:
-    """Return `value`; TypeError, which names the field, if it is not an Exact of numbers."""
+    """Return `value`; TypeError or ValueError, which names the field, if it is not an Exact of
+    finite numbers."""
     if not isinstance(value, Exact):
         raise TypeError(f"exact must return an Exact, returned {_described(value)}")
     fields = dict(zip((f"{name} of the Exact" for name in Exact._fields), value, strict=True))
     random, optimal, *returns = fields.items()
-    known = (None if one is None else number(name, one) for name, one in returns)
-    return Exact(number(*random), number(*optimal), *known)
+    known = (None if one is None else _finite(name, one) for name, one in returns)
+    return Exact(_finite(*random), _finite(*optimal), *known)
 
 
 def checked_score(value: object) -> float:
@@ -86,6 +88,14 @@ def number(name: str, value: object) -> float:
     if not isinstance(value, Real):
         raise TypeError(f"{name} must be a number, is {_described(value)}")
     return float(value)
+
+
+def _finite(name: str, value: object) -> float:
+    """Return a finite number as a float; TypeError or ValueError, which names it, for others."""
+    found = number(name, value)
+    if not math.isfinite(found):
+        raise ValueError(f"{name} must be finite, is {found}")
+    return found
 
 
 def truth(name: str, value: object) -> bool:

@@ -2,12 +2,16 @@
 
 import asyncio
 import logging
+import math
 
 from actors.envs.base import one_line
+from actors.envs.results import number, text
 from actors.failures import FailureCounts
 from actors.judge.judge import Judge, JudgedEpisode, Labels
 from actors.judge.labels import checked_labels
 from actors.rollout.environment import own_cancellation
+
+SOURCE_BYTES = 100  # of the source of labels, which goes into the header of a message
 
 log = logging.getLogger(__name__)
 
@@ -20,6 +24,7 @@ class OwnJudge(Judge):
         self._judge = judge
         self._timeout_s = timeout_s
         self._failures = failures
+        self._miscounted = False
 
     @property
     def generated(self) -> int:
@@ -35,8 +40,9 @@ class OwnJudge(Judge):
                 self._counts["unlabelled"] += 1
                 return [], ""
             checked = checked_labels(labels, len(episode.turns)).tolist()
+            named = _checked_source(source)
             self._counts["labelled"] += 1
-            return checked, str(source)
+            return checked, named
         except (Exception, asyncio.CancelledError) as error:
             if own_cancellation(error):
                 raise
@@ -48,9 +54,39 @@ class OwnJudge(Judge):
             return [], ""
 
     def counters(self) -> dict[str, float]:
-        """Return the judge's totals, with the labelled and unlabelled episodes as counted here."""
+        """Return the judge's totals, with the labelled and unlabelled episodes as counted here.
+
+        Unusable totals are a failure of the judge, which is noted once, and are left out.
+        """
+        try:
+            totals = _checked_totals(self._judge.counters())
+        except Exception as error:  # a user's code, which can raise anything
+            totals = {}
+            if not self._miscounted:
+                log.warning("judge.kind: the counters cannot be used: %s", one_line(error))
+                self._failures.note("judge", "judge.kind", f"counters: {one_line(error)}")
+            self._miscounted = True
         known = ("labelled", "unlabelled")
-        return self._judge.counters() | {f"judge/{one}": float(self._counts[one]) for one in known}
+        return totals | {f"judge/{one}": float(self._counts[one]) for one in known}
 
     async def close(self) -> None:
         await self._judge.close()
+
+
+def _checked_source(source: object) -> str:
+    """Return the source of labels; TypeError or ValueError if it is no short text."""
+    named = text("the source of the labels", source)
+    if len(named.encode()) > SOURCE_BYTES:
+        raise ValueError(f"the source of the labels has more than {SOURCE_BYTES} bytes")
+    return named
+
+
+def _checked_totals(totals: object) -> dict[str, float]:
+    """Return a judge's totals; TypeError or ValueError, which names the one that is no number."""
+    if not isinstance(totals, dict):
+        raise TypeError(f"they must be a dict of numbers, are a {type(totals).__name__}")
+    found = {text("a name", name): number(f"{name!r}", value) for name, value in totals.items()}
+    for name, value in found.items():
+        if not math.isfinite(value):
+            raise ValueError(f"{name!r} must be finite, is {value}")
+    return found

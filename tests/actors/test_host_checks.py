@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from launches import DEADLINE_S
 
+from actors.checks.config import check
 from actors.envs.bandit import Bandit
 from actors.main import check_host, main
 from evolver_async.buffer.service import BufferService
@@ -87,6 +88,22 @@ def test_what_an_environment_needs_is_asked_of_a_host_that_joins() -> None:
     check_host(config, probes=False)
     with pytest.raises(ConfigError, match=r"^this host cannot play .*: env\.name: Choosy needs"):
         check_host(config, probes=True)
+
+
+class Broken(Bandit):
+    """Environment whose probe finds something that it does not expect."""
+
+    def probe(self) -> None:
+        raise KeyError("SERVICE_URL")
+
+
+def test_a_probe_that_raises_another_error_names_its_environment() -> None:
+    config = load(None, [STAGE, f"env.name={__name__}:Broken"])
+    said = rf"env\.name: '{__name__}:Broken' cannot be probed: KeyError: 'SERVICE_URL'"
+    with pytest.raises(ConfigError, match=said):
+        check_host(config, probes=True)
+    with pytest.raises(ValueError, match=f"^{said}"):
+        check(config)
 
 
 def test_the_environment_of_a_task_file_must_be_there_although_the_file_is_not(

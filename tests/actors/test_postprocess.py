@@ -1,6 +1,7 @@
 """What comes after an episode: judged, graded, handed in, learned from, and nothing of it lost."""
 
 import asyncio
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -167,6 +168,42 @@ def test_the_episodes_that_an_own_judge_labels_are_counted(finds: bool) -> None:
     asyncio.run(judge.label(JudgedEpisode("", turns, 1.0, True, [])))
     found = {"judge/labelled": float(finds), "judge/unlabelled": float(not finds)}
     assert judge.counters() == {"judge/heard": 1.0} | found
+
+
+@pytest.mark.parametrize("source", [5, "x" * 101, "\ud800"])
+def test_labels_of_an_unusable_source_are_a_failure(source: Any) -> None:
+    class Nameless(Court):
+        async def label(self, episode: JudgedEpisode) -> tuple[list[int], str]:
+            return [1], source
+
+    judge = OwnJudge(Nameless(), 5, failures := FailureCounts())  # type: ignore[arg-type]
+    turns = [Turn(observation="", state="", action="")]
+    assert asyncio.run(judge.label(JudgedEpisode("", turns, 1.0, True, []))) == ([], "")
+    (total,) = failures.totals()
+    assert total.name == "judge.kind" and judge.counters()["judge/unlabelled"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("totals", "said"),
+    [
+        ({"mine": "many"}, "counters: TypeError: 'mine' must be a number, is a str"),
+        ({"mine": math.nan}, "counters: ValueError: 'mine' must be finite, is nan"),
+        ({5: 1.0}, "counters: TypeError: a name must be a text, is a int"),
+        (None, "counters: TypeError: they must be a dict of numbers, are a NoneType"),
+    ],
+)
+def test_unusable_counters_of_an_own_judge_are_a_failure(totals: Any, said: str) -> None:
+    """It is noted once, as every note asks for a report, which reads the counters."""
+
+    class Miscounting(Court):
+        def counters(self) -> dict[str, float]:
+            return totals
+
+    judge = OwnJudge(Miscounting(), 5, failures := FailureCounts())  # type: ignore[arg-type]
+    for _ in range(2):
+        assert judge.counters() == {"judge/labelled": 0.0, "judge/unlabelled": 0.0}
+    (total,) = failures.totals()
+    assert (total.name, total.error, total.count) == ("judge.kind", said, 1)
 
 
 def no_judge(config: Config, engine: object, chat: object, failures: FailureCounts) -> None:

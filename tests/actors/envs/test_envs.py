@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import math
 import random
 import subprocess
 import sys
@@ -467,6 +468,7 @@ class Mismeasured(Bandit):
 
     def exact(self, max_turns: int) -> Any:
         values = {"pair": (0.5, 1.0), "text": Exact("half", 1.0), "missing": Exact(0.5, None)}  # type: ignore[arg-type]
+        values["unknown"], values["endless"] = Exact(math.nan, 1.0), Exact(0.5, 1.0, math.inf)
         return values.get(self.returns, Exact(np.float32(0.5), 1, None, 2))  # type: ignore[arg-type]
 
 
@@ -476,6 +478,8 @@ class Mismeasured(Bandit):
         ("pair", "exact must return an Exact, returned a tuple"),
         ("text", "random of the Exact must be a number, is a str"),
         ("missing", "optimal of the Exact must be a number, is None"),
+        ("unknown", "ValueError: random of the Exact must be finite, is nan"),
+        ("endless", "ValueError: random_return of the Exact must be finite, is inf"),
     ],
 )
 def test_exact_values_of_another_type_are_named(returns: str, said: str) -> None:
