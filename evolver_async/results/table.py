@@ -1,6 +1,6 @@
 """Rows of metrics as a table: columns are numpy arrays, NaN where a row lacks a number."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ class MetricTable:
 
     def __init__(self, rows: Sequence[dict[str, Any]]) -> None:
         self.rows = list(rows)
-        self.names = list(dict.fromkeys(name for row in self.rows for name in row))
+        self.names = _names(self.rows)
         self._columns: dict[str, np.ndarray] = {}  # that were asked for
 
     def extended(self, rows: Sequence[dict[str, Any]]) -> "MetricTable":
@@ -55,8 +55,16 @@ class MetricTable:
         return f"<{len(self.rows)} rows, {len(self.names)} columns>"
 
 
+def _names(rows: Iterable[dict[str, Any]]) -> list[str]:
+    """Return the names of all rows in the order of their first appearance."""
+    found: dict[str, Any] = {}
+    for row in rows:
+        found.update(row)
+    return list(found)
+
+
 def _column(rows: Sequence[dict[str, Any]], name: str) -> np.ndarray:
     values = [row.get(name) for row in rows]
-    if any(isinstance(value, str | list) for value in values):
+    if {str, list}.intersection(map(type, values)):
         return np.array(values, dtype=object)
-    return np.array([np.nan if value is None else value for value in values], dtype=np.float64)
+    return np.array(values, dtype=np.float64)  # None becomes NaN

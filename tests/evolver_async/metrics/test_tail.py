@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from evolver_async.metrics import alerts, gauges
+from evolver_async.metrics import alerts, gauges, tail
 from evolver_async.metrics.lineages import key_of
 from evolver_async.metrics.tail import Tail, append_row
 from evolver_async.metrics.wandb_rows import StepExtras
@@ -86,6 +86,21 @@ def test_a_full_disk_costs_alerts_and_gauges_and_no_process(
     gauges.append(tmp_path, "actor-0", "host", {"rss_bytes": 1.0})
     assert "not written: stall of actor-0: it waits" in caplog.text
     assert caplog.text.count("No space left on device") == 2
+
+
+def test_a_line_longer_than_a_piece_ends_no_reading(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tail, "PIECE_BYTES", 16)
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n' + 100 * "\0" + '\n{"step": 2}\n')
+    assert [row for rows in Tail(path).pieces() for row in rows] == [{"step": 1}, {"step": 2}]
+
+
+def test_a_sample_may_hold_numbers_that_json_does_not_know(tmp_path: Path) -> None:
+    path = tmp_path / "step_000001.jsonl"
+    path.write_text('{"ratios": [1.0, Infinity]}\n[NaN]\n{"ratios": [2.0]}\n')
+    assert Tail(path).rows() == [{"ratios": [1.0, float("inf")]}, {"ratios": [2.0]}]
 
 
 def test_rows_share_their_names(tmp_path: Path) -> None:
