@@ -12,6 +12,7 @@ from evolver_async.launch.registry import resolve
 from evolver_async.metrics import wandb_upload
 from evolver_async.metrics.wandb_process import online
 from evolver_async.process.setup import die_with
+from evolver_async.results.progress import ProgressLines
 from evolver_async.results.run import load_run
 from evolver_async.study.directory import Study, existing
 
@@ -63,7 +64,8 @@ def report(args: argparse.Namespace) -> int:
         return _study_report(study, args.out)
     from evolver_async.report.write import write
 
-    written = write(load_run(run_directory(args.run_dir)), args.out)
+    progress = ProgressLines(lambda line: print(line, file=sys.stderr))
+    written = write(load_run(run_directory(args.run_dir), progress=progress), args.out)
     print(written.page)
     count = f"{written.shown:,} of {written.total:,} trajectories"
     print(f"{count}, {written.page.stat().st_size / 1e6:.1f} MB")

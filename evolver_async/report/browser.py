@@ -97,6 +97,7 @@ def pages(
             _add_facts(found, one, bodies[-1], len(found.parts), len(bodies) - 1)
         found.parts.append(pack(bodies))
         found.size += len(found.parts[-1])
+        run.progress("trajectories packed", found.count, min(limit, found.total))
     found.pieces, found.versions = table.pieces, list(table.versions)
     places = zip(found.columns.get("group", ()), found.columns.get("member", ()), strict=True)
     rows = [row for _, row in sorted(zip(places, range(found.count), strict=True))]

@@ -20,6 +20,7 @@ from evolver_async.metrics.lineages import current_rows, key_of
 from evolver_async.metrics.tail import Tail
 from evolver_async.results.events import RunEvent, events, restarts_logged
 from evolver_async.results.history import RunHistory
+from evolver_async.results.progress import ProgressReceiver, unheard
 from evolver_async.results.table import MetricTable
 from evolver_async.results.trajectories import RecordedTrajectory, trajectories
 from evolver_async.schema import Role, Sequence
@@ -45,11 +46,15 @@ class RunResults:
     """Results in the directory of a run; every part is read when it is first asked for.
 
     `path` is the directory. With `abandoned`, the tables hold the rows of abandoned lineages too.
+    `progress` is told of what takes long.
     """
 
-    def __init__(self, path: Path, abandoned: bool = False) -> None:
+    def __init__(
+        self, path: Path, abandoned: bool = False, progress: ProgressReceiver = unheard
+    ) -> None:
         self.path = path
         self.abandoned = abandoned
+        self.progress = progress
 
     @cached_property
     def config(self) -> Config:
@@ -64,7 +69,12 @@ class RunResults:
     @cached_property
     def all_rows(self) -> list[dict[str, Any]]:
         """Every row of metrics.jsonl, those of abandoned lineages included."""
-        return Tail(self.path / "metrics.jsonl").rows()
+        tail, rows = Tail(self.path / "metrics.jsonl"), []
+        size = tail.path.stat().st_size if tail.path.exists() else 0
+        for piece in filter(None, tail.pieces()):
+            rows += piece
+            self.progress("MB of metrics.jsonl read", tail.offset / 1e6, size / 1e6)
+        return rows
 
     @cached_property
     def rows(self) -> list[dict[str, Any]]:
@@ -113,8 +123,10 @@ class RunResults:
     @cached_property
     def history(self) -> RunHistory:
         """Groups, takes and lineages that the journal tells of. Raises JournalError for damage."""
-        history = RunHistory()
-        history.follow(self.journal.read())
+        history, numbers = RunHistory(), self.journal.numbers
+        for number in numbers:
+            history.follow(self.journal.read_segment(number))
+            self.progress("journal segments read", 1 + number - numbers[0], len(numbers))
         return history
 
     @cached_property
@@ -172,13 +184,16 @@ class RunResults:
         return f"<run {self.path.name}: {self.end.state}, {len(self.steps)} steps>"
 
 
-def load_run(run_dir: Path | str, *, abandoned: bool = False) -> RunResults:
+def load_run(
+    run_dir: Path | str, *, abandoned: bool = False, progress: ProgressReceiver = unheard
+) -> RunResults:
     """Return the results of a run.
 
     With `abandoned`, its tables include the rows of abandoned lineages, which a resumed run has
-    repeated. Call it again to see what a live run has added. ConfigError if no run is there.
+    repeated. `progress` is told of what takes long. Call it again to see what a live run has added.
+    ConfigError if no run is there.
     """
     path = Path(run_dir).expanduser()
     if not (path / "config.yaml").is_file():
         raise ConfigError(f"{path}: is not a run directory: it has no config.yaml")
-    return RunResults(path.resolve(), abandoned)
+    return RunResults(path.resolve(), abandoned, progress)

@@ -40,7 +40,7 @@ class JournalReader:
     def read(self) -> Iterator[tuple[records.AnyRecord, Location]]:
         """Yield every record with the place of its body. Raises JournalError for damage."""
         for number in self.numbers:
-            yield from self._read(number)
+            yield from self.read_segment(number)
 
     def replayed(self) -> list[tuple[records.AnyRecord, Location]]:
         """Return what a start replays: the records of the newest segment that has any.
@@ -48,7 +48,7 @@ class JournalReader:
         They begin with a snapshot of the state. Raises JournalError for damage.
         """
         for number in reversed(self.numbers):
-            if found := list(self._read(number)):
+            if found := list(self.read_segment(number)):
                 return found
         return []
 
@@ -81,8 +81,8 @@ class JournalReader:
         """True if the segment of `location` is among those that exist."""
         return bool(location[2]) and location[0] in self.numbers
 
-    def _read(self, number: int) -> Iterator[tuple[records.AnyRecord, Location]]:
-        """Yield the records of one segment; none if it is gone."""
+    def read_segment(self, number: int) -> Iterator[tuple[records.AnyRecord, Location]]:
+        """Yield the records of one segment; none if it is gone. Raises JournalError for damage."""
         data = self._segment(number)
         offset = 0
         while data is not None and offset < len(data):

@@ -18,6 +18,7 @@ from evolver_async.metrics.tail import Tail
 from evolver_async.protocol.messages import Kept
 from evolver_async.report import browser, write
 from evolver_async.report.browser import unpack
+from evolver_async.results import progress
 from evolver_async.results.run import load_run
 from evolver_async.schema import Role
 
@@ -293,6 +294,22 @@ def test_a_folder_report_replaces_an_earlier_one_and_nothing_else(
     with pytest.raises(ConfigError, match="choose another folder"):
         write.write(load_run(run.run_dir), out)
     assert (out / "trajectories" / "mine.npy").exists()
+
+
+def test_a_report_that_takes_long_says_how_far_it_is(
+    run: MadeRun, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run.step("left")
+    run.close()
+    assert main(["report", str(run.run_dir)]) == 0
+    assert not capsys.readouterr().err, "it takes no second"
+    monkeypatch.setattr(progress, "PAUSE_S", 0.0)
+    assert main(["report", str(run.run_dir)]) == 0
+    assert capsys.readouterr().err.splitlines() == [
+        "MB of metrics.jsonl read: 0 of 0",
+        "journal segments read: 1 of 1",
+        "trajectories packed: 4 of 4",
+    ]
 
 
 def test_a_run_that_has_not_kept_its_samples_says_so(
