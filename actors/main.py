@@ -5,6 +5,7 @@ import logging
 import os
 import signal
 import socket
+import time
 from contextlib import suppress
 
 from actors.checks.config import check_own, probe
@@ -36,9 +37,11 @@ from evolver_async.protocol.envelope import SCHEMA_HASH
 from evolver_async.transport.addresses import beside
 from evolver_async.transport.client import Client, Rejected
 from evolver_async.transport.dealer import DealerClient
+from evolver_async.transport.names import unresolved
 
 UNPLAYABLE = "this host cannot play the run's episodes"
 LEAVE_S = 5.0
+NAME_S = 20.0  # a cluster can publish the name of a host after it has started an actor
 
 log = logging.getLogger(__name__)
 
@@ -137,12 +140,26 @@ def check_host(config: Config, *, probes: bool) -> None:
         raise ConfigError(f"{UNPLAYABLE}: {error}") from error
 
 
+def await_name(address: str) -> None:
+    """Return once the host of an address is known. ConfigError if it stays unknown."""
+    deadline, told = time.monotonic() + NAME_S, ""
+    while problem := unresolved(address):
+        if time.monotonic() >= deadline:
+            raise ConfigError(f"--connect: {address}: {problem}")
+        if problem != told:
+            log.warning("%s: %s; trying again for %.0f s", address, problem, NAME_S)
+            told = problem
+        time.sleep(1.0)
+
+
 def serve(args: RoleArgs) -> None:
     """Join the run at `args.address`, receive everything else from it, work until stopped."""
     try:
         client = _connect(args, args.address, "")
     except ValueError as error:
         raise ConfigError(f"--connect: {error}") from None
+    if args.parent_pid is None:
+        await_name(args.address)
     try:
         welcome = asyncio.run(join(client))
         config = from_dict(welcome.config)

@@ -15,6 +15,7 @@ from evolver_async.launch.run_directory import RUN, address_of, origin_of
 from evolver_async.metrics.launches import launches
 from evolver_async.process.addresses import keys_of
 from evolver_async.transport.client import Rejected
+from evolver_async.transport.names import unresolved
 from evolver_async.watch import runs
 from evolver_async.watch.live import watch
 from evolver_async.watch.status import ask, status_lines
@@ -52,6 +53,8 @@ def status(args: argparse.Namespace) -> int:
     except (ValueError, Rejected) as error:
         raise ConfigError(str(error)) from None
     except TimeoutError:
+        if problem := unresolved(address):
+            raise ConfigError(f"{address}: {problem}") from None
         advice = "see the run's logs/buffer.log"
         if run_dir is not None and not runs.is_running(run_dir):
             advice = _ended(run_dir)

@@ -112,9 +112,10 @@ class Client(ABC):
                         raise TimeoutError(f"{name} to {self.address}: no reply in {timeout_s} s")
                     pause = min(2 * pause, max(self._resend_s, RESEND_LIMIT_S))
                     silent += 1
+                    obstacle = self._obstacle()
                     if silent > 1:
-                        waited_s = loop.time() - began
-                        log.warning("%s to %s: no reply for %.1f s", name, self.address, waited_s)
+                        waited_s, words = loop.time() - began, "%s to %s: no reply for %.1f s%s"
+                        log.warning(words, name, self.address, waited_s, obstacle)
                     continue
                 reply = pending.reply.result()
                 if type(reply) is Reject:
@@ -144,6 +145,10 @@ class Client(ABC):
     def _connected(self) -> bool:
         """False if a copy of a request would only be queued behind it, to be sent with it."""
         return True
+
+    def _obstacle(self) -> str:
+        """Return what is known to keep replies away, behind ": "; else "". Asked after silence."""
+        return ""
 
     def fail(self, error: Exception) -> None:
         """Raise an error in all unanswered requests."""

@@ -9,6 +9,7 @@ import zmq
 from evolver_async.transport.addresses import from_here
 from evolver_async.transport.client import RESEND_S, AccessDenied, Client
 from evolver_async.transport.curve import Handshake
+from evolver_async.transport.names import NameLookup, require_place
 from evolver_async.transport.router import PARK_S
 from evolver_async.transport.sockets import LINGER_MS, REPLIES_QUEUED, send, set_options
 
@@ -38,6 +39,7 @@ class DealerClient(Client):
             raise ValueError("sender: every client needs a name of its own")
         self._loop: asyncio.AbstractEventLoop | None = None
         self._connections = 0
+        self._lookup = NameLookup(from_here(address))
         self._socket = zmq.Context.instance().socket(zmq.DEALER)
         set_options(self._socket, address)
         self._socket.set(zmq.RCVHWM, REPLIES_QUEUED)
@@ -47,6 +49,7 @@ class DealerClient(Client):
         self._socket.set(zmq.RECONNECT_IVL, 50)
         self._socket.set(zmq.RECONNECT_IVL_MAX, 1000)
         try:
+            require_place(address)
             self._handshake = Handshake(self._socket, address, keys)
             self._socket.connect(from_here(address))
         except (zmq.ZMQError, ValueError) as error:
@@ -93,6 +96,13 @@ class DealerClient(Client):
 
     def _connected(self) -> bool:
         return self._handshake.connected
+
+    def _obstacle(self) -> str:
+        if self._connected():
+            return ""
+        problem = self._lookup.problem
+        self._lookup.start()  # for the next line; what it finds may take seconds
+        return problem and f": {problem}"
 
     def _detach(self) -> None:
         if self._loop is not None and not self._loop.is_closed():
