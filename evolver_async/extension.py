@@ -46,10 +46,10 @@ def implementation(key: str, name: str, registry: Mapping[str, F]) -> F:
     except (TypeError, ValueError) as error:  # the latter: it does not tell its parameters
         wanted = ", ".join([*placed, *(f"{name}=" for name in named)])
         raise ValueError(f"{key}: {name!r} does not take ({wanted}): {error}") from None
-    return _named(key, name, found) if inspect.isfunction(found) else found  # pyright: ignore[reportReturnType]
+    return noted(key, name, found) if inspect.isfunction(found) else found  # pyright: ignore[reportReturnType]
 
 
-def _named(key: str, name: str, function: F) -> F:
+def noted(key: str, name: str, function: F) -> F:
     """Return the function with a note in its exceptions, the last line of their tracebacks."""
 
     @functools.wraps(function)

@@ -17,8 +17,7 @@ import numpy as np
 import torch
 
 from evolver_async.config import CorrectionConfig
-from evolver_async.errors import TrainingError
-from evolver_async.extension import implementation, is_own
+from evolver_async.extension import implementation
 from evolver_async.schema import Array
 from learner.loss.ratios import LOG_RATIO_BOUND, bounded_exp, trajectory_mean, trajectory_sum
 
@@ -86,33 +85,6 @@ def correction_of(settings: CorrectionConfig) -> Correction:
     return implementation("correction.kind", settings.kind, CORRECTIONS)
 
 
-def corrected_tokens(tokens: ActionTokens, settings: CorrectionConfig) -> Corrected:
-    """Correct the tokens as `correction.kind` says.
-
-    Raises TrainingError, which names the key, if an own function returns anything but one number a
-    token, which could be spread over all tokens without an error.
-    """
-    found = correction_of(settings)(tokens, settings)
-    if is_own(settings.kind) and (problem := _unfit(found, tokens.theta_N)):
-        raise TrainingError(f"correction.kind: {settings.kind} returned {problem}")
-    return found
-
-
-def _unfit(found: object, theta_N: torch.Tensor) -> str:
-    """Return what is wrong with an own function's result; "" if nothing is."""
-    if not isinstance(found, Corrected):
-        return f"{type(found).__name__}, not Corrected"
-    wanted = tuple(theta_N.shape)
-    for name in ("ratio_N", "weight_N", "w_N", "r_N"):
-        value = getattr(found, name)
-        shape = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
-        if shape != wanted:
-            return f"{name} as {shape}, not as a tensor of {wanted}: one number a token"
-        if theta_N.requires_grad and value.requires_grad != (name == "ratio_N"):
-            return f"{name} {'without' if name == 'ratio_N' else 'with'} a gradient"
-    return ""
-
-
 def reads_anchor(settings: CorrectionConfig) -> bool:
     """Return True if the kind reads log-probs of the weights before the step."""
     return getattr(correction_of(settings), "reads_anchor", True)
@@ -121,16 +93,6 @@ def reads_anchor(settings: CorrectionConfig) -> bool:
 def scales_lr(settings: CorrectionConfig) -> bool:
     """Return True if the kind scales the learning rate by the effective sample size."""
     return getattr(correction_of(settings), "scales_lr", False)
-
-
-def prepared(
-    settings: CorrectionConfig, old_N: Array, anchor_N: Array, advantage_N: Array
-) -> Array:
-    """Return what the kind's `prepare` computes of a step's ACTION tokens, else ones."""
-    prepare = getattr(correction_of(settings), "prepare", None)
-    if prepare is None:
-        return np.ones_like(old_N)
-    return np.asarray(prepare(old_N, anchor_N, advantage_N, settings), np.float32)
 
 
 def _anchored(tokens: ActionTokens) -> tuple[torch.Tensor, torch.Tensor]:

@@ -10,11 +10,10 @@ from evolver_async.config.sections.learner import by_kind
 from evolver_async.schema import Array
 from learner.data.batch import LogProbs, MicroBatch, Minibatch
 from learner.diagnostics.offpolicy import Accounting
+from learner.loss.applied import corrected_tokens, prepared
 from learner.loss.correction import (
     ActionTokens,
     Corrected,
-    corrected_tokens,
-    prepared,
     reads_anchor,
     scales_lr,
 )

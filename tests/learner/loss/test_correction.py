@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,12 +15,13 @@ from hypothesis import strategies as st
 from evolver_async.config import CorrectionConfig, LossConfig
 from evolver_async.config.sections.learner import by_kind
 from evolver_async.errors import TrainingError
+from evolver_async.schema import Array
+from learner.loss.applied import corrected_tokens, prepared
 from learner.loss.correction import (
     ActionTokens,
     Corrected,
-    corrected_tokens,
+    correction,
     correction_of,
-    prepared,
     reads_anchor,
 )
 from learner.loss.policy import clipped_objective, unclipped_objective
@@ -357,3 +359,85 @@ def test_a_result_that_is_not_one_number_a_token_is_named_with_its_function(
         return
     with pytest.raises(TrainingError, match=rf"^correction\.kind: {kind} returned {said}"):
         corrected_tokens(tokens, settings)
+
+
+def spoils(tokens: ActionTokens, settings: CorrectionConfig) -> Corrected:
+    """Correction that changes the input that `settings.params` name."""
+    ratio_N = (tokens.theta_N - tokens.anchor_N).exp()
+    getattr(tokens, settings.params["changed"]).mul_(-1)
+    return Corrected(ratio_N, *[ratio_N.detach()] * 3, clips=True)
+
+
+@pytest.mark.parametrize("changed", ["theta_N", "old_N", "advantage_N"])
+def test_a_function_that_changes_what_the_loss_reads_is_named(changed: str) -> None:
+    kind = f"{__name__}:spoils"
+    settings = CorrectionConfig(kind=kind, params={"changed": changed})
+    theta_N = torch.zeros(40, requires_grad=True) * 1
+    tokens = ActionTokens(theta_N, *[torch.zeros(40) for _ in range(5)])
+    said = rf"^correction\.kind: {kind} changed its input {changed} in place"
+    with pytest.raises(TrainingError, match=said):
+        corrected_tokens(tokens, settings)
+
+
+def weights_of_a_step(
+    old_N: Array, anchor_N: Array, advantage_N: Array, settings: CorrectionConfig
+) -> Any:
+    """Prepare what `settings.params` say."""
+    match settings.params["prepares"]:
+        case "short":
+            return np.ones(len(old_N) - 1)
+        case "long":
+            return np.ones(len(old_N) + 1)
+        case "single":
+            return 0.5
+        case "nothing":
+            return None
+        case "words":
+            return ["one"] * len(old_N)
+        case "changes":
+            advantage_N[:] = 0.0
+        case "raises":
+            raise KeyError("sigma")
+    return torch.from_numpy(np.full(len(old_N), 0.5))
+
+
+@correction(prepare=weights_of_a_step)
+def prepares(tokens: ActionTokens, settings: CorrectionConfig) -> Corrected:
+    """Correction by what was prepared."""
+    ratio_N = (tokens.theta_N - tokens.anchor_N).exp()
+    w_N = ratio_N.detach()
+    return Corrected(ratio_N, tokens.prepared_N, w_N, w_N, clips=True)
+
+
+def prepared_by(prepares: str) -> Array:
+    settings = CorrectionConfig(kind=f"{__name__}:prepares", params={"prepares": prepares})
+    return prepared(settings, *(np.zeros(40, np.float32) for _ in range(3)))
+
+
+@pytest.mark.parametrize(
+    ("prepares", "said"),
+    [
+        ("short", r"shape \(39,\), not shape \(40,\): one number a token"),
+        ("long", r"shape \(41,\), not"),
+        ("single", r"shape \(\), not"),
+        ("nothing", r"shape \(\), not"),
+        ("words", r"list \(could not convert string to float.*\), not"),
+    ],
+)
+def test_a_step_that_is_prepared_otherwise_than_a_number_a_token_is_named(
+    prepares: str, said: str
+) -> None:
+    named = rf"^correction\.kind: prepare of {__name__}:prepares returned {said}"
+    with pytest.raises(TrainingError, match=named):
+        prepared_by(prepares)
+    assert (prepared_by("") == np.full(40, 0.5, np.float32)).all()
+
+
+@pytest.mark.parametrize(("prepares", "error"), [("changes", ValueError), ("raises", KeyError)])
+def test_an_exception_while_a_step_is_prepared_is_followed_by_its_key(
+    prepares: str, error: type[Exception]
+) -> None:
+    with pytest.raises(error) as caught:
+        prepared_by(prepares)
+    note = f"correction.kind: prepare of {__name__}:prepares raised {error.__name__}"
+    assert caught.value.__notes__[0].startswith(note)

@@ -1,0 +1,90 @@
+"""The correction of a configuration applied to a step, and what an own one must keep to.
+
+The kinds themselves are in `correction`. Errors name the key and the function.
+"""
+
+from dataclasses import fields
+
+import numpy as np
+import torch
+
+from evolver_async.config import CorrectionConfig
+from evolver_async.errors import TrainingError
+from evolver_async.extension import is_own, noted
+from evolver_async.schema import Array
+from learner.loss.correction import ActionTokens, Corrected, correction_of
+
+
+def corrected_tokens(tokens: ActionTokens, settings: CorrectionConfig) -> Corrected:
+    """Correct the tokens as `correction.kind` says.
+
+    Raises TrainingError, which names the key, if an own function changes the tokens, which the loss
+    reads too, or returns anything but one number a token, which could be spread over all tokens
+    without an error.
+    """
+    correction = correction_of(settings)
+    if not is_own(settings.kind):
+        return correction(tokens, settings)
+    before = _writes(tokens)
+    found = correction(tokens, settings)
+    changed = [name for name, writes in _writes(tokens).items() if writes != before[name]]
+    if changed:
+        problem = f"changed its input {changed[0]} in place"
+        raise TrainingError(f"correction.kind: {settings.kind} {problem}")
+    if problem := _unfit(found, tokens.theta_N):
+        raise TrainingError(f"correction.kind: {settings.kind} returned {problem}")
+    return found
+
+
+def _writes(tokens: ActionTokens) -> dict[str, int]:
+    """Return how often each tensor was changed in place, as autograd counts it."""
+    return {one.name: getattr(tokens, one.name)._version for one in fields(tokens)}
+
+
+def prepared(
+    settings: CorrectionConfig, old_N: Array, anchor_N: Array, advantage_N: Array
+) -> Array:
+    """Return what the kind's `prepare` computes of a step's ACTION tokens, else ones.
+
+    An own one reads the arrays and cannot change them. Raises TrainingError, which names the key,
+    if it does not return one number a token.
+    """
+    prepare = getattr(correction_of(settings), "prepare", None)
+    if prepare is None:
+        return np.ones_like(old_N)
+    if not is_own(settings.kind):
+        return prepare(old_N, anchor_N, advantage_N, settings)
+    given = [_read_only(array_N) for array_N in (old_N, anchor_N, advantage_N)]
+    found = noted("correction.kind", f"prepare of {settings.kind}", prepare)(*given, settings)
+    try:
+        prepared_N = np.asarray(found, np.float32)
+        problem = "" if prepared_N.shape == old_N.shape else f"shape {prepared_N.shape}"
+    except (TypeError, ValueError) as error:
+        prepared_N, problem = old_N, f"{type(found).__name__} ({error})"
+    if problem:
+        wanted = f"shape {old_N.shape}: one number a token"
+        raise TrainingError(
+            f"correction.kind: prepare of {settings.kind} returned {problem}, not {wanted}"
+        )
+    return prepared_N
+
+
+def _read_only(array: Array) -> Array:
+    view = array.view()
+    view.flags.writeable = False
+    return view
+
+
+def _unfit(found: object, theta_N: torch.Tensor) -> str:
+    """Return what is wrong with an own function's result; "" if nothing is."""
+    if not isinstance(found, Corrected):
+        return f"{type(found).__name__}, not Corrected"
+    wanted = tuple(theta_N.shape)
+    for name in ("ratio_N", "weight_N", "w_N", "r_N"):
+        value = getattr(found, name)
+        shape = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
+        if shape != wanted:
+            return f"{name} as {shape}, not as a tensor of {wanted}: one number a token"
+        if theta_N.requires_grad and value.requires_grad != (name == "ratio_N"):
+            return f"{name} {'without' if name == 'ratio_N' else 'with'} a gradient"
+    return ""
