@@ -225,7 +225,9 @@ def send(run_dir: Path, to_server: bool) -> str:
             upload.finish()
         except OSError as error:  # W&B's helper process ended
             raise UploadError(str(error)) from error
-    sent = f"{len(upload.sent)} of {len(upload.keys)} rows are"
+    repeated = len(upload.keys) - len(upload.sent)
+    without = f" (without {repeated} of abandoned lineages)" if repeated else ""
+    sent = f"{len(upload.sent)} rows{without} are"
     if to_server:
         return f"{sent} at {upload.state['url']}"
     return f"{sent} in {upload.directory}; to upload them: wandb sync {upload.directory}"
