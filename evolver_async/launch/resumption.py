@@ -122,10 +122,12 @@ def check_continues(run_dir: Path, before: Config, after: Config, state: dict[st
         "tokens": state["stage_tokens"],
         "hours": state["stage_seconds"] / 3600,
     }
-    for key in [] if state["finished"] else [one for one in over if one in done]:
+    old_limits, limits = vars(before.stages[stage]), vars(after.stages[stage])
+    changed = [key for key in done if key in over and limits[key] != old_limits[key]]
+    for key in [] if state["finished"] else changed:
         raise ConfigError(
             f"stages[{stage}].{key}: must be more than {done[key]:.9g}, which the stage has"
-            f" trained already, is {getattr(after.stages[stage], key):.9g}; it can end sooner only"
+            f" trained already, is {limits[key]:.9g}; it can end sooner only"
             " if the run goes back (--step N)"
         )
     last = stage + 1 == len(after.stages)
