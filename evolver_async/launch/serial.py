@@ -6,9 +6,12 @@ does: environment latency, leases and deadlines behave as always and cost no rea
 """
 
 import asyncio
+import logging
+import math
 import selectors
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,6 +28,9 @@ from evolver_async.transport.in_process import LocalClient, LocalServer
 
 T = TypeVar("T")
 
+log = logging.getLogger(__name__)
+
+STOP_S = 2.0  # a stop moves the clock beyond the time for which the learner waits unasked
 TICK_S = 1e-9  # asyncio may fire a timer early by this much; waiting for the rest must end as well
 
 
@@ -32,8 +38,12 @@ class _JumpSelector(selectors.SelectSelector):
     """Selector that never sleeps: waiting for `timeout` seconds moves the clock by that much."""
 
     now = 0.0
+    look_due = math.inf  # in real time
+    look: Callable[[], None]
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        if time.perf_counter() >= self.look_due:
+            self.look()
         if timeout is None:
             raise RuntimeError(
                 "the serial run cannot continue: no timer is set and every task waits"
@@ -53,14 +63,30 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     def __init__(self) -> None:
         self._clock = _JumpSelector()
         self._ran_s = 0.0
+        self._report_s = math.inf
         self._entered: float | None = None
         super().__init__(self._clock)
 
     def time(self) -> float:
         return self._clock.now
 
+    def advance(self, seconds: float) -> None:
+        """Move the clock, which stands still while something always computes."""
+        self._clock.now += seconds
+
+    def report(self, every_s: float, look: Callable[[float], None]) -> None:
+        """Call `look` with the real seconds of a run of the loop, every `every_s` of them."""
+
+        def due() -> None:
+            assert self._entered is not None
+            self._clock.look_due = time.perf_counter() + every_s
+            look(time.perf_counter() - self._entered)
+
+        self._report_s, self._clock.look = every_s, due
+
     def run_forever(self) -> None:
         self._entered = time.perf_counter()
+        self._clock.look_due = self._entered + self._report_s
         try:
             super().run_forever()
         finally:
@@ -106,11 +132,17 @@ def run(config: Config, run_dir: Path) -> int:
         claimed.remove()
 
 
+def _log_waits(service: BufferService, waited_s: float) -> None:
+    for reason in service.activity.learner_reasons():
+        log.warning("the learner has waited for %.0f s: %s", waited_s, reason)
+
+
 def _train(config: Config, run_dir: Path) -> int:
     """Train. At the first stop signal the learner saves what it has; the second ends it at once."""
     loop = VirtualLoop()
     asyncio.set_event_loop(loop)
     service = BufferService.of_run(config, run_dir, tokenizer_hash(config.policy.path), now=0.0)
+    loop.report(config.buffer.warn_s, partial(_log_waits, service))
     address = service.welcome.weights_address
     server = LocalServer(service, run_dir.name)
     experience = (
@@ -147,6 +179,7 @@ def _train(config: Config, run_dir: Path) -> int:
     def stop(number: int) -> None:
         signals.append(number)
         learner.requests.stopping = True
+        loop.advance(STOP_S)
         if len(signals) > 1:
             raise_stop(number)
 

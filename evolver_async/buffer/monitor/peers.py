@@ -248,6 +248,11 @@ class Activity:
         known = [one.host_cpu_share for one in living if one.host_cpu_share is not None]
         return {HOST_CPU_SHARE: min(known)} if known else {}
 
+    def learner_reasons(self) -> list[str]:
+        """Return the reasons for which the learner waits."""
+        waits = {} if self.learner is None else self.peers[self.learner].waits
+        return [reason for reason, _ in waits.values()]
+
     def learner_waits(self, now: float) -> str:
         """Describe the learner and the time since its last request."""
         if self.learner is None:

@@ -11,7 +11,7 @@ from evolver_async.buffer.monitor.failures import Failures
 from evolver_async.buffer.monitor.peers import Activity
 from evolver_async.buffer.monitor.stalls import Stalls
 from evolver_async.buffer.state.censoring import Censoring
-from evolver_async.buffer.state.groups import HeldGroup
+from evolver_async.buffer.state.groups import UNTRAINED, HeldGroup
 from evolver_async.buffer.state.leases import Leases
 from evolver_async.buffer.state.ledger import CLOSED, REFUSED, Amount
 from evolver_async.buffer.state.machine import BufferState
@@ -85,8 +85,11 @@ class StatusReport:
         if straggler:
             return f"{lacking}; waits for the stragglers of {self.group(straggler, now)}"
         opened = replay.by_state["open"].values()
-        if first := next((held for held in opened if held.kind != "eval"), None):
+        if first := next((held for held in opened if held.kind not in UNTRAINED), None):
             return f"{lacking}; waits for {self.group(first, now)}"
+        if replay.live("explore") and not self.state.tasks.pool_size():
+            explored = self._questioning()["explored"]
+            return f"{lacking}; waits for a task: {explored:.0f} explorations have found none"
         actors = self.activity.alive(now, self.lease_s)
         refused = ""
         for name in sorted(self.activity.actors, reverse=True):
@@ -235,13 +238,11 @@ class StatusReport:
         `tried`: tasks with a complete group; `useful`: tried tasks that some members of the newest
         group solved and others did not.
         """
-        tasks = self.state.tasks
+        tasks, ledger = self.state.tasks, self.state.ledger
         cursor = tasks.cursor
         tried = [value for name, value in cursor.success.items() if name in tasks.known]
-        ledger = self.state.ledger
-        explored = ledger.received.get("explore", Amount())
         return {
-            "explored": float(explored.trajectories),
+            "explored": float(ledger.received.get("explore", Amount()).trajectories),
             "explored_turns": float(ledger.turns.get("explore", 0)),
             "pool_size": float(tasks.pool_size()),
             "offered": float(len(cursor.pool) + cursor.duplicates),

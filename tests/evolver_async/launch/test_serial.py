@@ -20,11 +20,13 @@ from serial_recipe import RECIPE
 from serial_runs import Finished, trainer
 
 from actors.envs.bandit import Bandit
+from actors.envs.grid.frozen_lake import FrozenLake
 from actors.evaluate import evaluate
 from evolver_async.buffer.log.quarantine import JournalError
 from evolver_async.buffer.service import BufferService
 from evolver_async.checkpoint.directory import resumable
 from evolver_async.config.load import dump, load
+from evolver_async.launch.creation import create
 from evolver_async.launch.serial import VirtualLoop, run
 from evolver_async.process.private_directories import PREFIX
 from evolver_async.schema import Task
@@ -105,6 +107,34 @@ def test_a_signal_lets_the_learner_save_and_the_run_goes_on_from_there(
     threading.Thread(target=stop, daemon=True).start()
     assert run(config, run_dir) == 128 + signal.SIGTERM
     assert resumable(run_dir / "checkpoints")[-1][1].step > begun
+
+
+class Barren(FrozenLake):
+    """Environment none of whose states can be a goal."""
+
+    def goal(self) -> None:
+        return None
+
+
+def test_a_run_without_tasks_says_so_and_ends_at_a_signal(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its clock stands still: it explores without a pause, and the learner waits for a task."""
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(RECIPE)
+    changes = [f"env={{name: '{__name__}:Barren', params: {{size: 3}}}}", "policy.max_length=128"]
+    changes += ["tasks.synthetic=1", "questioning.kind=goals", "stages=[{kind: rl, steps: 1}]"]
+    changes += ["buffer.warn_s=0.2", "run.name=barren", f"run.dir={tmp_path}", "judge.kind=none"]
+    config, run_dir = create(load(recipe, [*changes, f"weights.dir={tmp_path}"]), recipe)
+
+    def stop() -> None:
+        while "explorations have found none" not in caplog.text:
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=stop, daemon=True).start()
+    assert run(config, run_dir) == 128 + signal.SIGTERM
+    assert resumable(run_dir / "checkpoints")
 
 
 def test_latency_of_the_environment_costs_no_real_time(train: Callable[..., Finished]) -> None:
