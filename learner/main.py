@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from evolver_async.config import Config
-from evolver_async.config.load import load
+from evolver_async.config.load import load_written
 from evolver_async.errors import TrainingError
 from evolver_async.metrics.alerts import FAILED
 from evolver_async.metrics.writer import Metrics
@@ -41,7 +41,7 @@ def build(
 
 def main(args: RoleArgs) -> int:
     """Run the role `learner`: train, or take part in it as a rank other than the first."""
-    config = load(args.run_dir / "config.yaml", [])
+    config = load_written(args.run_dir)
     torch.set_num_threads(config.learner.threads)
     with meeting(config, args) as ranks:
         if ranks is not None and ranks.rank > 0:

@@ -28,7 +28,7 @@ from actors.experience.successes import SolvedGroup
 from actors.failures import FailureCounts
 from actors.llm.client import Endpoint
 from evolver_async.config import Config, ExperienceConfig
-from evolver_async.config.load import load
+from evolver_async.config.load import load_written
 from evolver_async.process.addresses import experience_address
 from evolver_async.process.garbage import collect_rarely
 from evolver_async.process.setup import RoleArgs
@@ -265,7 +265,7 @@ def main(args: RoleArgs) -> int:
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
-    config = load(args.run_dir / "config.yaml", [])
+    config = load_written(args.run_dir)
     run_id = args.run_dir.name
     client = DealerClient(args.address, run_id, args.name, args.incarnation, keys=args.keys)
     reporter = CounterReporter(client)

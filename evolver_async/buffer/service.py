@@ -36,7 +36,7 @@ from evolver_async.buffer.state.machine import BufferState
 from evolver_async.checkpoint import directory as checkpoint
 from evolver_async.checkpoint import history
 from evolver_async.config import Config
-from evolver_async.config.load import load, stage_config, to_dict
+from evolver_async.config.load import load_written, stage_config, to_dict
 from evolver_async.metrics.alerts import alert
 from evolver_async.metrics.gauges import ACTORS_PER_S, PERIOD_S, append
 from evolver_async.model.tokenizer import tokenizer_hash
@@ -284,7 +284,7 @@ def main(args: RoleArgs) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
     collect_rarely()
-    config = load(args.run_dir / "config.yaml", [])
+    config = load_written(args.run_dir)
     # leases are measured with the server's clock, which is the monotonic one
     tokenizer = tokenizer_hash(config.policy.path)
     experience = experience_address(config, args.address)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from evolver_async.commands.checked import as_config_errors, run_directory
 from evolver_async.config import Config, ConfigError
-from evolver_async.config.load import load
+from evolver_async.config.load import load_written
 from evolver_async.launch import run_directory as directory
 from evolver_async.launch.registry import resolve
 from evolver_async.launch.scaling import AUTO
@@ -31,7 +31,7 @@ def purge(args: argparse.Namespace) -> int:
             return (await client.request(Purge(source=args.source), PURGE_S)).count
 
     run_dir = run_directory(args.run_dir)
-    config = load(run_dir / "config.yaml")
+    config = load_written(run_dir)
     if config.experience.kind == "none":
         raise ConfigError(f"{run_dir}: has no experience to purge (experience.kind=none)")
     with contextlib.ExitStack() as held, as_config_errors():
@@ -75,7 +75,7 @@ def unpause(args: argparse.Namespace) -> int:
 def scale(args: argparse.Namespace) -> int:
     """Change the number of actors of a running job."""
     run_dir = run_directory(args.run_dir)
-    config = load(run_dir / "config.yaml")
+    config = load_written(run_dir)
     wanted = args.actors.removeprefix("actors=")
     if config.launch.kind == "serial":
         raise ConfigError("launch.kind: serial has a fixed number of actors")

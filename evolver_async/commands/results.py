@@ -7,7 +7,7 @@ from pathlib import Path
 
 from evolver_async.commands.checked import as_config_errors, run_directory
 from evolver_async.config import ConfigError
-from evolver_async.config.load import load
+from evolver_async.config.load import load_written
 from evolver_async.launch.registry import resolve
 from evolver_async.metrics import wandb_upload
 from evolver_async.metrics.wandb_process import online
@@ -23,7 +23,7 @@ def evaluate(args: argparse.Namespace) -> int:
     if args.episodes is not None and args.episodes < 1:
         raise ConfigError(f"--episodes: must be at least 1, is {args.episodes}")
     with as_config_errors():
-        eval_ = load(run_dir / "config.yaml").eval
+        eval_ = load_written(run_dir).eval
         episodes = args.episodes or eval_.at_the_end
         print(resolve("eval")(run_dir, episodes, args.step, args.split))
     return 0

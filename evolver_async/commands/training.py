@@ -11,7 +11,7 @@ from pathlib import Path
 from evolver_async.commands.checked import as_config_errors, run_directory
 from evolver_async.commands.recipes import names_file, recipe_path
 from evolver_async.config import Config, ConfigError
-from evolver_async.config.load import load
+from evolver_async.config.load import load, load_written
 from evolver_async.config.paths import directory_of, with_absolute_paths
 from evolver_async.errors import TRAINING_ERROR, USER_ERROR, TrainingError, Unrecoverable
 from evolver_async.launch import forking
@@ -137,7 +137,7 @@ def _names_place(change: str) -> bool:
 
 def _warn_of_ignored(run_dir: Path, changes: Sequence[str]) -> None:
     """Name the changes that a run which has begun does not have, as they have no effect."""
-    run, first = load(run_dir / "config.yaml"), launches.launches(run_dir)[:1]
+    run, first = load_written(run_dir, checked=False), launches.launches(run_dir)[:1]
     begun = shlex.split(first[0]["command"]) if first else []
     ignored = [one for one in changes if one not in begun and not _has(run, run_dir, one)]
     if ignored:
@@ -154,7 +154,7 @@ def _has(run: Config, run_dir: Path, change: str) -> bool:
     if change.startswith(("run.name=", "run.dir=")):
         return True  # by which the run was found
     try:
-        changed = load(run_dir / "config.yaml", [change])
+        changed = load_written(run_dir, [change], checked=False)
     except ConfigError:  # as for a stage that the run does not have
         return False
     return with_absolute_paths(changed) == with_absolute_paths(run)

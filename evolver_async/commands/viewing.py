@@ -10,7 +10,7 @@ from pathlib import Path
 
 from evolver_async.commands.checked import run_directory
 from evolver_async.config import ConfigError
-from evolver_async.config.load import load
+from evolver_async.config.load import load_written
 from evolver_async.launch.run_directory import RUN, address_of, origin_of
 from evolver_async.metrics.launches import launches
 from evolver_async.process.addresses import keys_of
@@ -24,7 +24,7 @@ from evolver_async.watch.status import ask, status_lines
 def watch_run(args: argparse.Namespace) -> int:
     """Show a run: on the full screen of a terminal, else as text until it ends, and how it did."""
     run_dir = run_directory(args.run_dir)
-    config = load(run_dir / "config.yaml")
+    config = load_written(run_dir)
     if args.once or args.plain or not (sys.stdin.isatty() and sys.stdout.isatty()):
         watch(run_dir, config, follow=not args.once)
         running = runs.is_running(run_dir)
@@ -43,7 +43,7 @@ def status(args: argparse.Namespace) -> int:
     address, keys, run_dir = args.where, args.keys, None
     if "://" not in address:
         run_dir = run_directory(Path(address))
-        config = load(run_dir / "config.yaml")
+        config = load_written(run_dir)
         if reason := _no_buffer(run_dir, config.launch.kind):
             print(f"evolver-async: {reason}", file=sys.stderr)
             return 1

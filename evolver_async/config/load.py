@@ -27,6 +27,8 @@ from evolver_async.config.values.errors import ConfigError
 from evolver_async.extension import is_own
 from evolver_async.files import write_whole
 
+END = "..."  # of a document in YAML: the last line of a file that `dump` has written
+
 
 def load(path: Path | str | None, dotlist: Sequence[str] = ()) -> Config:
     """Return the checked configuration of a run, every stage included. Raise ConfigError.
@@ -42,9 +44,45 @@ def load(path: Path | str | None, dotlist: Sequence[str] = ()) -> Config:
         for tree in _read(Path(path)):
             resolved = apply(resolved, tree)
     config = to_config(apply_arguments(resolved, dotlist))
+    _check(config)
+    return config
+
+
+def load_written(run_dir: Path, changes: Sequence[str] = (), *, checked: bool = True) -> Config:
+    """Return the configuration of a run, with `changes` as `load` takes them.
+
+    Raise ConfigError if the file is not whole, and, unless it is not to be `checked`, for what
+    `load` refuses. The error names the file if the value is in it.
+    """
+    path = run_dir / "config.yaml"
+    resolved = defaults()
+    for tree in _read(path, end=END):
+        try:
+            resolved = apply(resolved, tree)
+        except ConfigError as error:
+            raise ConfigError(f"{path}: {error}") from None
+    config = to_config(apply_arguments(resolved, changes))
+    problem = _problem(config) if checked else ""
+    if problem and (not changes or problem == _problem(load_written(run_dir, checked=False))):
+        problem = f"{path}: {problem}; a change KEY=VALUE at --resume replaces a value of the file"
+    if problem:
+        raise ConfigError(problem)
+    return config
+
+
+def _problem(config: Config) -> str:
+    """Return what cannot work in a configuration, "" if it can."""
+    try:
+        _check(config)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def _check(config: Config) -> None:
+    """Raise ConfigError for what cannot work in a configuration, every stage included."""
     check(config)
     _check_stages(config)
-    return config
 
 
 def _check_stages(config: Config) -> None:
@@ -67,6 +105,11 @@ def _check_stages(config: Config) -> None:
         raise ConfigError(f"buffer.params: must be empty: {reads}")
 
 
+def stage_as_written(config: Config, index: int) -> Config:
+    """Return the configuration of stage `index`, unchecked and with its bounds left open."""
+    return merge.override(config, config.stages[index].override)
+
+
 def stage_config(config: Config, index: int, rollbacks: int = 0) -> Config:
     """Return the checked configuration of stage `index`, with its `override` merged in.
 
@@ -79,7 +122,7 @@ def stage_config(config: Config, index: int, rollbacks: int = 0) -> Config:
     where = f"stages[{index}].override"
     refuse_whole_run(override, where)
     try:
-        merged = merge.override(config, override)
+        merged = stage_as_written(config, index)
         longest = config.policy.max_length
         if merged.policy.max_length > longest:
             raise ConfigError(
@@ -149,8 +192,11 @@ def _rolled_back(stage: Config, rollbacks: int) -> Config:
 
 
 def dump(config: Config, path: Path) -> None:
-    """Write the whole configuration as YAML that `load` reads back. The file is never torn."""
-    write_whole(path, to_yaml(config))
+    """Write the whole configuration as YAML that `load` reads back. The file is never torn.
+
+    A copy of it can be: its last line tells whether it is whole.
+    """
+    write_whole(path, f"{to_yaml(config)}{END}\n")
 
 
 def to_yaml(config: Config) -> str:
@@ -168,9 +214,11 @@ def from_dict(values: dict[str, Any]) -> Config:
     return to_config(apply(defaults(), escaped(values)))
 
 
-def _read(path: Path, above: tuple[Path, ...] = ()) -> list[dict[str, Any]]:
-    """Return the trees of a recipe and of its bases, the lowest base first."""
+def _read(path: Path, above: tuple[Path, ...] = (), end: str = "") -> list[dict[str, Any]]:
+    """Return the trees of a recipe and of its bases, the lowest first. `end`: its last line."""
     try:
+        if end and path.read_text(encoding="utf-8").splitlines()[-1:] != [end]:
+            raise ConfigError(f"{path}: was cut off, as its last line is not {end}: copy it again")
         tree = OmegaConf.to_container(OmegaConf.load(path))
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from None

@@ -10,7 +10,7 @@ from typing import Any
 from evolver_async.buffer.stages import evaluation_digest
 from evolver_async.checkpoint import history
 from evolver_async.config import Config, ConfigError
-from evolver_async.config.load import stage_config
+from evolver_async.config.load import stage_as_written
 from evolver_async.config.paths import check_name, with_absolute_paths
 from evolver_async.config.secrets import escaped
 from evolver_async.launch.creation import create
@@ -28,7 +28,7 @@ def fork(
     Its journal is new: takes, versions and lineages count from 0 again; stages continue where they
     were, and the pool of synthetic tasks is empty. Raises ConfigError or CheckpointError.
     """
-    before = with_absolute_paths(config_of(run_dir))
+    before = with_absolute_paths(config_of(run_dir, checked=False))
     beside = json.dumps(escaped(str(run_dir.parent)), ensure_ascii=False)  # quoted for YAML, too
     config = with_absolute_paths(config_of(run_dir, [f"run.dir={beside}", *dotlist]))
     check_name("--fork", name)
@@ -58,7 +58,7 @@ def fork(
 
 def _evaluations_of(config: Config) -> list[str]:
     """Return the identity of every stage's evaluations."""
-    return [evaluation_digest(stage_config(config, i)) for i in range(len(config.stages))]
+    return [evaluation_digest(stage_as_written(config, i)) for i in range(len(config.stages))]
 
 
 def _start_anew(state: dict[str, Any]) -> None:

@@ -10,7 +10,7 @@ from evolver_async.buffer.log.reader import JournalReader
 from evolver_async.checkpoint import history
 from evolver_async.checkpoint.directory import exists
 from evolver_async.config import Config
-from evolver_async.config.load import dump, load, stage_config
+from evolver_async.config.load import dump, load_written, stage_as_written
 from evolver_async.config.paths import with_absolute_paths
 from evolver_async.config.sections.run import limits_reached
 from evolver_async.config.values.errors import ConfigError
@@ -40,7 +40,7 @@ def resume(run_dir: Path, dotlist: Sequence[str], step: int | str | None = None)
     incomplete = (run_dir / CREATING).exists()
     no_policy = incomplete and config.policy.path == str(run_dir / "policy")
     check_start(replace(config, policy=replace(config.policy, path="")) if no_policy else config)
-    before = with_absolute_paths(config_of(run_dir))
+    before = with_absolute_paths(config_of(run_dir, checked=False))
     _refuse_changed_data(before, config)
     checkpoints = run_dir / "checkpoints"
     chosen = None
@@ -55,7 +55,7 @@ def resume(run_dir: Path, dotlist: Sequence[str], step: int | str | None = None)
     if not incomplete:
         measure(config, run_dir)
     config = with_own_tasks(config, run_dir)
-    if config != load(run_dir / "config.yaml"):
+    if config != load_written(run_dir, checked=False):
         dump(config, run_dir / "config.yaml")
     if step is not None and chosen is not None:
         history.go_back(checkpoints, chosen, lambda _: None)
@@ -148,7 +148,7 @@ def _refuse_changed_data(before: Config, after: Config) -> None:
     pairs: list[tuple[str, Any, Any]]
     pairs = [(f"run.{key}", old, vars(after.run)[key]) for key, old in vars(before.run).items()]
     for index in range(min(len(before.stages), len(after.stages))):
-        old, new = stage_config(before, index), stage_config(after, index)
+        old, new = stage_as_written(before, index), stage_as_written(after, index)
         tasks = vars(old.tasks).items()
         pairs += [(f"tasks.{key}", value, vars(new.tasks)[key]) for key, value in tasks]
         pairs.append(("rollout.temperature", old.rollout.temperature, new.rollout.temperature))
@@ -186,9 +186,9 @@ def _replayed(config: Config, index: int) -> dict[str, Any]:
     A change of `rollout.guided` matters only to or from the rule that queues failed tasks again,
     one of `env.params` only if stages get or lose equal ones: a stage forgets the tasks of others.
     """
-    stage = stage_config(config, index)
+    stage = stage_as_written(config, index)
     guided = stage.rollout.guided
-    tasks = [_tasks(stage_config(config, number)) for number in range(index + 1)]
+    tasks = [_tasks(stage_as_written(config, number)) for number in range(index + 1)]
     equal = tasks.index(tasks[-1])
     return {
         f"stages[{index}].kind": config.stages[index].kind,

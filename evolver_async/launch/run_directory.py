@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from evolver_async.config import Config, ConfigError
-from evolver_async.config.load import load
+from evolver_async.config.load import load_written
 from evolver_async.config.paths import with_task_paths
 from evolver_async.files import write_whole
 from evolver_async.metrics.launches import LAUNCHES
@@ -40,12 +40,12 @@ class Locked(ConfigError):
     """Another process holds the run directory."""
 
 
-def config_of(run_dir: Path, changes: Sequence[str] = ()) -> Config:
+def config_of(run_dir: Path, changes: Sequence[str] = (), *, checked: bool = True) -> Config:
     """Load the configuration of a run, with its own policy and tasks where they are now.
 
     `config.yaml` has absolute paths, which are gone after the run was moved or renamed.
     """
-    config = load(run_dir / "config.yaml", changes)
+    config = load_written(run_dir, changes, checked=checked)
 
     def now(path: str) -> str:
         own = run_dir / Path(path).name

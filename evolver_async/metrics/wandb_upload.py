@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from evolver_async.config import ConfigError
-from evolver_async.config.load import load, to_dict
+from evolver_async.config.load import load_written, to_dict
 from evolver_async.config.secrets import without_secrets
 from evolver_async.metrics.alerts import ALERTS
 from evolver_async.metrics.families import AXES, axis_of, summary_of
@@ -58,7 +58,7 @@ class Upload:
         self.to_server = to_server
         self.fallback = fallback
         self.parent = parent
-        self.config = load(run_dir / "config.yaml")
+        self.config = load_written(run_dir)
         self.state = read_state(run_dir)
         self.state |= {"pid": os.getpid(), "rows": 0, "url": None}
         self.saved = 0.0

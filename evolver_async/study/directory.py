@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from evolver_async.config import Config, ConfigError
-from evolver_async.config.load import dump, load
+from evolver_async.config.load import dump, load, load_written
 from evolver_async.config.secrets import escaped, mask
 from evolver_async.files import write_whole
 from evolver_async.study import definition as definitions
@@ -158,7 +158,7 @@ def command_of(study: Study, run: CellRun) -> list[str]:
     config, cold = study.configs[run.cell.name], cold_run(study, run.seed)
     changed = differences(study.configs[first], config)
     # The cold start's own stages name its copies of task files.
-    trained = load(cold.directory / "config.yaml").stages
+    trained = load_written(cold.directory).stages
     stages = [*trained, *config.stages[len(trained) :]]
     values = {key: new for key, _, new in changed if key != "stages"} | {"stages": stages}
     changes = [text for key, value in values.items() for text in as_arguments(key, value)]

@@ -18,7 +18,7 @@ from typing import Any
 from evolver_async.buffer.stages import evaluation_digest
 from evolver_async.checkpoint.directory import resumable
 from evolver_async.config import Config, ConfigError
-from evolver_async.config.load import load, stage_config
+from evolver_async.config.load import load_written, stage_config
 from evolver_async.files import write_whole
 from evolver_async.launch.run_directory import last_lines
 from evolver_async.metrics.alarms import alarms_line
@@ -98,7 +98,7 @@ def summary(run_dir: Path, ending: Ending) -> list[str]:
     if ending.state == "failed":
         lines = [ending.text, f"logs: {run}/logs"]
         return [*lines, *filter(None, [alarms]), resume]
-    config = load(run_dir / "config.yaml")
+    config = load_written(run_dir)
     step, evaluated, success = last_step(rows), evaluations(rows), "not evaluated"
     if evaluated:
         last, best = evaluated[-1], best_of(evaluated, digests(config))

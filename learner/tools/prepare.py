@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from evolver_async.config import Config, ConfigError
-from evolver_async.config.load import load, stage_config
+from evolver_async.config.load import load_written, stage_config
 from evolver_async.config.paths import embeds_by_model
 from evolver_async.config.sections.channel import channel
 from evolver_async.launch.gpus import VISIBLE
@@ -27,7 +27,7 @@ def main(args: RoleArgs) -> int:
     ConfigError if the context is too short for the environment's prompts or too long for the model,
     if a key needs a GPU that is not here, or if the embedder cannot be loaded.
     """
-    config = load(args.run_dir / "config.yaml", [])
+    config = load_written(args.run_dir)
     for problem in _missing_gpus(config):
         raise ConfigError(problem)
     _check_embedder(config)

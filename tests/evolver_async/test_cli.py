@@ -232,6 +232,28 @@ def test_resume_needs_a_run_with_a_valid_checkpoint_of_its_own(
     assert (run_dir / "config.yaml").read_bytes() == config
 
 
+def test_a_value_of_a_run_that_is_refused_can_be_replaced_on_resume(
+    refused: Refused, run_dir: Path
+) -> None:
+    """As one of an older version; in a fork as well."""
+    config = load(run_dir / "config.yaml")
+    config.learner.eps, config.stages[0].override = 0.0, {"loss": {"clip_low": 2.0}}
+    dump(config, run_dir / "config.yaml")
+    written = f"{run_dir / 'config.yaml'}: "
+    said = refused("train", "--resume", run_dir)
+    assert said.startswith(f"{written}learner.eps: must be greater than 0, is 0.0; a change KEY=")
+    said = refused("train", "--resume", run_dir, "learner.eps=1e-8")
+    assert said.startswith("stages[0].override: loss.clip_low: must be")
+    said = refused("train", "--resume", run_dir, "learner.eps=-1")
+    assert said.startswith("learner.eps: must be greater than 0, is -1")
+    changes = ["learner.eps=1e-8", "stages.0.override.loss.clip_low=0.2"]
+    assert "holds no checkpoint" in refused(
+        "train", "--resume", run_dir, "--fork", "other", *changes
+    )
+    assert resume(run_dir, changes).learner.eps == 1e-8
+    assert load(run_dir / "config.yaml").stages[0].override == {"loss": {"clip_low": 0.2}}
+
+
 def test_a_change_may_be_longer_than_the_name_of_a_file(refused: Refused, run_dir: Path) -> None:
     prompt = f"override: {{rollout: {{system_prompt: {'x' * 300}}}}}"
     said = refused("train", "--resume", run_dir, f"stages+={{kind: rl, stps: 1, {prompt}}}")

@@ -8,7 +8,7 @@ import pytest
 
 from evolver_async.commands.training import _alert_of_end
 from evolver_async.config import Config, ConfigError, StageConfig
-from evolver_async.config.load import dump, load
+from evolver_async.config.load import dump, load, load_written
 from evolver_async.launch import run_directory
 from evolver_async.launch.creation import measure
 from evolver_async.metrics import launches
@@ -24,6 +24,21 @@ from evolver_async.watch.view import View
 def run_dir(tmp_path: Path) -> Path:
     (tmp_path / "config.yaml").write_text("")
     return tmp_path
+
+
+def test_a_configuration_that_is_cut_off_is_an_error_of_its_file(tmp_path: Path) -> None:
+    """Behind the key `stages` all that is missing has a default."""
+    config = load(None, ["stages=[{kind: rl, steps: 1}]", "security.keys=/keys"])
+    dump(config, path := tmp_path / "config.yaml")
+    assert load_written(tmp_path) == config
+    whole = path.read_text()
+    behind = whole.index("\neval:")
+    for end in (0, behind, whole.index("\nsecurity:") + 1, len(whole) - len("...\n")):
+        path.write_text(whole[:end])
+        with pytest.raises(ConfigError, match=r"config\.yaml: was cut off"):
+            load_written(tmp_path, ["learner.lr=1e-3"])
+    path.write_text(whole.removesuffix("\n"))
+    assert load_written(tmp_path) == config
 
 
 @pytest.mark.parametrize("content", ["", '{"address": "ipc', "[]"])
