@@ -139,8 +139,7 @@ def _log_waits(service: BufferService, waited_s: float) -> None:
 
 def _train(config: Config, run_dir: Path) -> int:
     """Train. At the first stop signal the learner saves what it has; the second ends it at once."""
-    loop = VirtualLoop()
-    asyncio.set_event_loop(loop)
+    asyncio.set_event_loop(loop := VirtualLoop())
     service = BufferService.of_run(config, run_dir, tokenizer_hash(config.policy.path), now=0.0)
     loop.report(config.buffer.warn_s, partial(_log_waits, service))
     address = service.welcome.weights_address
