@@ -26,6 +26,8 @@ CPU_BLOCK = 32  # tokens per block of KV; the minimum of vLLM's CPU kernels
 EXTENSION = "actors.engines.vllm_weights.WorkerExtension"
 POLL_S = 0.2  # interval at which a call checks that vLLM is alive
 DEATH_POLLS = 15  # until a failed call counts as refused by a vLLM that lives
+# in a ValueError of vLLM, whose process that imports a model has ended: memory can be short
+UNINSPECTED = "failed to be inspected"
 STREAM_INTERVAL = 8  # new tokens of a request between two outputs of vLLM
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
@@ -110,8 +112,10 @@ def start(settings: Settings, channel: WorkerChannel) -> "AsyncLLM":
         try:
             return AsyncLLM.from_engine_args(arguments)
         except ValueError as error:
+            if UNINSPECTED in (reason := _reason(error)):
+                raise RuntimeError(f"vLLM's processes have failed: {reason}") from error
             refused = f"vllm refuses {settings.path} with these settings"
-            raise ConfigError(f"engine.kind: {refused}: {_reason(error)}") from error
+            raise ConfigError(f"engine.kind: {refused}: {reason}") from error
         except RuntimeError as error:
             if reason := first_failure(Path(channel.states)):
                 raise RuntimeError(f"vLLM's processes have failed: {reason}") from error

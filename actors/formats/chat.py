@@ -13,6 +13,7 @@ from array import array
 from collections.abc import Iterable
 from datetime import datetime
 from functools import lru_cache
+from itertools import takewhile
 from typing import Any
 
 import numpy as np
@@ -55,18 +56,33 @@ class Chat:
         if not (found and found_too):
             raise ValueError("chat template: it does not render every message as it is")
         eos: int | None = tokenizer.eos_token_id
-        self._marks = {eos, *tokenizer.added_tokens_decoder} - {None}
         self.stop_tokens = frozenset(() if eos is None else (eos,))
         if tokenizer.name_or_path:  # the directory of its model
             self.stop_tokens |= end_tokens(tokenizer.name_or_path)
+        self._marks = {*self.stop_tokens, *tokenizer.added_tokens_decoder}
         # A template can close a message in another way than the last one, at whose end the model
         # stops: behind a thought of harmony's comes <|end|>, behind the answer <|return|>.
-        _, _, behind_last = self.render(history, opens=False).partition(ASSISTANT)
-        closing, ending = (self._mark(self.tokens_of(t)) for t in (behind_last, self.between))
-        self._closing = None if closing is None else ending
+        texts = self._behind_last(history), self.between, self.opening
+        closing, ending, opening = (self._mark(self.tokens_of(text)) for text in texts)
+        if closing == opening != ending:
+            closing = None  # the head of the next turn, from a template that always opens it
+        # The message behind another one can begin with its own head instead. That does not close
+        # the user's message too, or it begins the conversation.
+        heads = {*takewhile(self._marks.__contains__, self.tokens_of(rendered))}
+        closes = ending == closing or (ending == opening and ending not in heads)
+        self._closing = ending if closing is not None and closes else None
         self.end_of_turn = ending if closing is None else closing
         if self.end_of_turn is not None:
             self.stop_tokens |= {self.end_of_turn}
+
+    def _behind_last(self, history: list[dict[str, Any]]) -> str:
+        """Return the text behind the assistant's message at the end of a conversation; "" from a
+        template that refuses to end there."""
+        try:
+            rendered = self.render(history, opens=False)
+        except Exception:
+            return ""
+        return rendered.partition(ASSISTANT)[2]
 
     @property
     def vocabulary(self) -> int:

@@ -1,12 +1,14 @@
 """Requests of actors for tickets, which are granted, renewed and released.
 
 Order of tickets: evaluation episodes, then missing members of groups that were granted before, then
-exploration that is due, then new groups as far as admission has room.
+exploration that is due, then new groups as far as admission has room. The latter two
+take turns while the pool has no task but others can be played.
 """
 
 from dataclasses import dataclass
 
 from evolver_async.buffer.actor_weights import ActorWeights
+from evolver_async.buffer.exploration import exploration_due, explores_first
 from evolver_async.buffer.log.capacity import DiskCapacity
 from evolver_async.buffer.log.store import BufferStore
 from evolver_async.buffer.monitor.peers import Activity
@@ -81,12 +83,13 @@ class ActorRequests:
             fresh = share(fresh, len(asking))
         tickets, size = [], 0
         while room > 0 and size < REPLY_BYTES:
-            again = self._evaluate(peer) or self._reissue(peer, room, split=not tickets)
-            ticket = again or self._explore(peer, room)
+            ticket = self._evaluate(peer) or self._reissue(peer, room, split=not tickets)
+            if ticket is None and explores_first(self.config, self.store.state.tasks):
+                ticket = self._explore(peer, room)
             if ticket is None and fresh > 0:
                 ticket = self._new(peer, room)
                 fresh -= 1
-            if ticket is None:
+            if not (ticket := ticket or self._explore(peer, room)):
                 break
             self.store.leases.grant(peer, ticket.group_id, ticket.attempt, ticket.members, now)
             tickets.append(ticket)
@@ -185,7 +188,8 @@ class ActorRequests:
     def _explore(self, peer: str, room: int) -> Ticket | None:
         """Grant a group that explores for new tasks. It is not trained, so admission ignores it."""
         size = self.store.replay.numbers.group_size
-        if size > room or not self._exploration_due() or self.disk.obstacle():
+        due = exploration_due(self.config, self.store.state)
+        if size > room or not due or self.disk.obstacle():
             return None
         if self.weights.demanded(peer, "explore") is None:
             return None
@@ -193,20 +197,6 @@ class ActorRequests:
         if task is None:
             return None
         return self._grant(peer, task, "explore", list(range(size)), None)
-
-    def _exploration_due(self) -> bool:
-        config, replay, tasks = self.config, self.store.replay, self.store.state.tasks
-        questioning = config.questioning
-        if (
-            questioning.kind == "none"
-            or replay.numbers.kind != "rollout"
-            or replay.at.head is None
-            or tasks.pool_size() >= questioning.max_tasks
-        ):
-            return False
-        wanting = config.tasks.synthetic > 0 and not tasks.pool_size()
-        due = wanting or tasks.cursor.since_exploration >= questioning.every
-        return due and len(replay.live("explore")) < questioning.groups
 
     def _queued(self) -> Queued | None:
         """The task of the next new group. Demonstrations use only the given tasks."""

@@ -83,8 +83,7 @@ class BufferService:
         )
         eval_sets = [eval_sets_of(stage) for stage in stages]
         leases = Leases(buffer.lease_s, buffer.stall_s)
-        archived = archive_bytes(buffer.archive)
-        journal = Journal(Path(journal_dir), buffer.segment_bytes, archived)
+        journal = Journal(Path(journal_dir), buffer.segment_bytes, archive_bytes(buffer.archive))
         self.store = BufferStore(state, journal, leases, now)
         self.disk = DiskCapacity(state.replay, journal, buffer.disk_limit_bytes)
         self.activity = Activity(now)
@@ -92,7 +91,8 @@ class BufferService:
         self.stalls = Stalls(state.replay, leases, self.activity, buffer.warn_s)
         self.failures = Failures(config.launch.max_failures)
         watched = (self.activity, self.censoring, self.stalls, self.failures)
-        self._status = StatusReport(state, leases, journal, *watched, buffer.lease_s)
+        shares = [stage.tasks.synthetic for stage in stages]
+        self._status = StatusReport(state, leases, journal, *watched, buffer.lease_s, shares)
         shared = (self.store, self.disk, self.activity)
         self.actor_requests = ActorRequests(*shared, self._status, stages, eval_sets)
         self.learner_requests = LearnerRequests(*shared, self._status, eval_sets)

@@ -217,7 +217,7 @@ def from_dict(values: dict[str, Any]) -> Config:
 def _read(path: Path, above: tuple[Path, ...] = (), end: str = "") -> list[dict[str, Any]]:
     """Return the trees of a recipe and of its bases, the lowest first. `end`: its last line."""
     try:
-        if end and path.read_text(encoding="utf-8").splitlines()[-1:] != [end]:
+        if end and path.read_text(encoding="utf-8").split()[-1:] != [end]:
             raise ConfigError(f"{path}: was cut off, as its last line is not {end}: copy it again")
         tree = OmegaConf.to_container(OmegaConf.load(path))
     except OSError as error:

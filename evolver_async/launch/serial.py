@@ -62,17 +62,18 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
     def __init__(self) -> None:
         self._clock = _JumpSelector()
+        self._advanced_s = 0.0  # beside the clock: a signal can come while that is moved
         self._ran_s = 0.0
         self._report_s = math.inf
         self._entered: float | None = None
         super().__init__(self._clock)
 
     def time(self) -> float:
-        return self._clock.now
+        return self._clock.now + self._advanced_s
 
     def advance(self, seconds: float) -> None:
-        """Move the clock, which stands still while something always computes."""
-        self._clock.now += seconds
+        """Move the clock, which stands still while something always computes; for a signal."""
+        self._advanced_s += seconds
 
     def report(self, every_s: float, look: Callable[[float], None]) -> None:
         """Call `look` with the real seconds of a run of the loop, every `every_s` of them."""

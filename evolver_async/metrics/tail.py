@@ -4,6 +4,7 @@ disk or a power cut leaves one, costs no other line."""
 import json
 import logging
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -91,15 +92,14 @@ def append_row(path: Path, row: Mapping[str, Any]) -> None:
 def row_of(line: bytes) -> dict[str, Any] | None:
     """Return the row of a line, None if it cannot be read.
 
-    msgspec is fast, and rows share their names, which need more memory than its values. It refuses
-    the NaN of a sample.
+    msgspec is fast, but it refuses the NaN of a sample. Rows share their names, which need more
+    memory than its values: msgspec shares only short ones, and of them not all.
     """
     try:
-        return DECODER.decode(line)
+        row = DECODER.decode(line)
     except (msgspec.DecodeError, UnicodeDecodeError):
-        pass
-    try:
-        row = json.loads(line)
-    except ValueError:
-        return None
-    return row if isinstance(row, dict) else None
+        try:
+            row = json.loads(line)
+        except ValueError:
+            return None
+    return {sys.intern(name): row[name] for name in row} if isinstance(row, dict) else None

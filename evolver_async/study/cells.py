@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from evolver_async.config import Config, ConfigError
+from evolver_async.config.checks.stages import idle_because
 from evolver_async.config.load import load, stage_config
 from evolver_async.config.paths import with_absolute_paths
 from evolver_async.config.secrets import escaped
@@ -158,13 +159,16 @@ def cold_stages(configs: Mapping[str, Config]) -> int:
 
 
 def _differing(before: Config, after: Config, count: int) -> Iterator[str]:
-    """Yield the keys in which the first `count` stages train something else."""
+    """Yield the keys in which the first `count` stages, which read them, train something else."""
     if before.stages[:count] != after.stages[:count]:
         yield "stages"
         return
     for index in range(count):
-        for key, _, _ in differences(stage_config(before, index), stage_config(after, index)):
-            if key.startswith(("policy.", "env.", "tasks.")):
+        kind = before.stages[index].kind
+        for key, _, new in differences(stage_config(before, index), stage_config(after, index)):
+            section, _, name = key.partition(".")
+            read = section in ("policy", "env", "tasks")
+            if read and not idle_because(kind, section, name, new):
                 yield key
 
 

@@ -5,6 +5,7 @@ import threading
 from ipaddress import ip_address
 
 from evolver_async.config.sections.channel import host_and_port
+from evolver_async.transport.addresses import from_here
 
 
 def require_place(address: str) -> None:
@@ -22,14 +23,19 @@ def require_place(address: str) -> None:
 
 
 def unresolved(address: str) -> str:
-    """Say that the host of a tcp address has no address here; "" if it has. May take seconds."""
+    """Say that the host of a tcp address has no address here; "" if it has. May take seconds.
+
+    As libzmq does, this asks for IPv6 where the host is in brackets.
+    """
     if not (name := _name_in(address)):
         return ""
+    ipv6 = address.startswith("tcp://[")
+    family = socket.AF_INET6 if ipv6 else socket.AF_INET
     try:
-        socket.getaddrinfo(name, None, socket.AF_INET, socket.SOCK_STREAM)
+        socket.getaddrinfo(name, None, family, socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
         cause = getattr(error, "strerror", None) or error
-        return f"the name {name} does not resolve to an IPv4 address ({cause})"
+        return f"the name {name} does not resolve to an IPv{6 if ipv6 else 4} address ({cause})"
     return ""
 
 
@@ -52,10 +58,10 @@ class NameLookup:
 
 
 def _name_in(address: str) -> str:
-    """Return the name of the host in a tcp address; "" for a number."""
+    """Return the name of the host in a tcp address; "" for a number, and for every interface."""
     if not address.startswith("tcp://"):
         return ""
-    host, _ = host_and_port(address)
+    host, _ = host_and_port(from_here(address))
     try:
         ip_address(host)
     except ValueError:

@@ -46,20 +46,21 @@ def prepared(
 ) -> Array:
     """Return what the kind's `prepare` computes of a step's ACTION tokens, else ones.
 
-    An own one reads the arrays and cannot change them. Raises TrainingError, which names the key,
-    if it does not return one number a token.
+    An own one gets copies: what it changes in place changes nothing else. Raises TrainingError,
+    which names the key, if it does not return one number a token.
     """
     prepare = getattr(correction_of(settings), "prepare", None)
     if prepare is None:
         return np.ones_like(old_N)
     if not is_own(settings.kind):
         return prepare(old_N, anchor_N, advantage_N, settings)
-    given = [_read_only(array_N) for array_N in (old_N, anchor_N, advantage_N)]
+    # not read-only views, through which torch.from_numpy would write after a warning
+    given = [array_N.copy() for array_N in (old_N, anchor_N, advantage_N)]
     found = noted("correction.kind", f"prepare of {settings.kind}", prepare)(*given, settings)
     try:
         prepared_N = np.asarray(found, np.float32)
         problem = "" if prepared_N.shape == old_N.shape else f"shape {prepared_N.shape}"
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RuntimeError) as error:  # the latter: a tensor with a gradient
         prepared_N, problem = old_N, f"{type(found).__name__} ({error})"
     if problem:
         wanted = f"shape {old_N.shape}: one number a token"
@@ -67,12 +68,6 @@ def prepared(
             f"correction.kind: prepare of {settings.kind} returned {problem}, not {wanted}"
         )
     return prepared_N
-
-
-def _read_only(array: Array) -> Array:
-    view = array.view()
-    view.flags.writeable = False
-    return view
 
 
 def _unfit(found: object, theta_N: torch.Tensor) -> str:

@@ -29,13 +29,14 @@ env: {name: workshop}
 rollout: {group_size: 4, max_turns: 3, max_tokens: 6, reward_terms: ["drawn_options:varied_reward"]}
 """
 COMMON = """
-policy: {max_length: 512, hidden_size: 16, layers: 1, heads: 2, intermediate_size: 32}
+policy: {max_length: 1536, hidden_size: 16, layers: 1, heads: 2, intermediate_size: 32}
 actors: {count: 2, groups: 2}
 buffer: {max_staleness: 2, archive: all}
 learner: {groups_per_step: 4, minibatches: 1, lr: 5.0e-3, decay: none}
 eval: {every: 3, episodes: 4, final_episodes: 4}
 checkpoint: {every: 3, keep: 9}
 selection: {max_empty: 100}
+judge: {max_tokens: 32}
 launch: {kind: serial}
 """
 STAGES = (

@@ -104,6 +104,23 @@ def test_a_start_that_fails_gives_vllms_reason(
         VllmCore(settings(path, directory=str(tmp_path), **{change: 3}))
 
 
+def test_the_end_of_the_process_that_inspects_a_model_is_no_refusal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It can be killed for want of memory: the actor is to be started again."""
+    from vllm.model_executor.models import registry  # pyright: ignore[reportMissingImports]
+
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path / "cache"))
+    monkeypatch.setattr(registry, "_SUBPROCESS_COMMAND", ["sh", "-c", "kill -9 $$"])
+    registry._try_inspect_model_cls.cache_clear()
+    path = save(make_model("llama"), tmp_path / "policy")
+    try:
+        with pytest.raises(RuntimeError, match="failed to be inspected"):
+            VllmCore(settings(path, directory=str(tmp_path)))
+    finally:
+        registry._try_inspect_model_cls.cache_clear()
+
+
 def test_busy_seconds_count_while_generations_run() -> None:
     async def scenario(engine: VllmEngine) -> None:
         async with engine._admission():

@@ -51,6 +51,7 @@ class StatusReport:
     stalls: Stalls
     failures: Failures
     lease_s: float
+    synthetic: list[float]  # shares of the pool of tasks, by stage
 
     def __post_init__(self) -> None:
         self._sampled_before = self.state.ledger.sampled_tokens()  # of earlier buffer processes
@@ -87,9 +88,11 @@ class StatusReport:
         opened = replay.by_state["open"].values()
         if first := next((held for held in opened if held.kind not in UNTRAINED), None):
             return f"{lacking}; waits for {self.group(first, now)}"
-        if replay.live("explore") and not self.state.tasks.pool_size():
-            explored = self._questioning()["explored"]
-            return f"{lacking}; waits for a task: {explored:.0f} explorations have found none"
+        if first := next((held for held in opened if held.kind == "explore"), None):
+            if self.state.tasks.peek(self.synthetic[replay.at.stage]) is None:
+                explored = self._questioning()["explored"]
+                return f"{lacking}; waits for a task: {explored:.0f} explorations have found none"
+            return f"{lacking}; waits for {self.group(first, now)}"
         actors = self.activity.alive(now, self.lease_s)
         refused = ""
         for name in sorted(self.activity.actors, reverse=True):
@@ -163,7 +166,7 @@ class StatusReport:
             "outstanding": replay.outstanding(),
             "limit": replay.limit(),
             "groups": {state: len(groups) for state, groups in replay.by_state.items()},
-            "ledger": self._ledger(),
+            "ledger": ledger_amounts(self.state) | self._generated(),
             "censoring": self.censoring.report(),
             "actors": {name: self._peer(name, leases[name], now) for name in sorted(actors)},
             "actors_not_shown": len(self.activity.actors) - len(actors),
@@ -192,9 +195,6 @@ class StatusReport:
                 "problem": self.journal.problem,
             },
         }
-
-    def _ledger(self) -> dict[str, Any]:
-        return ledger_amounts(self.state) | self._generated()
 
     def counters(self, now: float) -> dict[str, float]:
         """The metrics that go to the learner with every reply to DONE.

@@ -69,11 +69,11 @@ def _without_effect(stage: StageConfig) -> Iterator[tuple[str, str]]:
         return
     for section, values in stage.override.items():
         for name, value in values.items():
-            if why := _idle_because(stage.kind, section, name, value):
+            if why := idle_because(stage.kind, section, name, value):
                 yield f"{section}.{name}", f"has no effect: {why}"
 
 
-def _idle_because(kind: str, section: str, name: str, value: Any) -> str:
+def idle_because(kind: str, section: str, name: str, value: Any) -> str:
     """Return the reason for which a stage of a `kind` other than rl ignores a key, "" if none.
 
     A dpo stage pairs members of every group: of `selection` it reads that groups without spread

@@ -92,6 +92,53 @@ def test_a_turn_that_another_token_has_ended_is_not_ended_again(tmp_path: Path) 
     assert chat.next("saw", "", None)[0] == END
 
 
+HEADED = (  # roles are special tokens, which nothing closes but the end of the conversation
+    "{% for message in messages %}<|{{ message['role'] }}|>\n{{ message['content'] }}"
+    "{{ '<|endoftext|>' if loop.last and message['role'] == 'assistant' else '\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+)
+SHARED = HEADED.replace("%}<|", "%}<|im_start|><|")
+
+
+@pytest.mark.parametrize("template", [HEADED, SHARED])
+def test_the_head_of_a_message_stays_behind_a_turn_that_has_ended(template: str) -> None:
+    tokenizer = make_tokenizer(template)
+    roles = ["<|system|>", "<|user|>", "<|assistant|>"]
+    tokenizer.add_special_tokens({"additional_special_tokens": roles})
+    chat, end = Chat(tokenizer), tokenizer.eos_token_id
+    assert chat.end_of_turn == end
+    assert tokenizer.decode(chat.next("saw", "", end)) == f"{chat.between}saw{chat.opening}"
+
+
+def test_the_head_of_a_turn_that_a_template_always_opens_does_not_end_one() -> None:
+    """As with old templates, which do not know `add_generation_prompt`."""
+    tokenizer = make_tokenizer(
+        "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}{% endfor %}"
+        "<|assistant|>"
+    )
+    roles = ["<|system|>", "<|user|>", "<|assistant|>"]
+    tokenizer.add_special_tokens({"additional_special_tokens": roles})
+    assert Chat(tokenizer).end_of_turn == tokenizer.convert_tokens_to_ids("<|user|>")
+
+
+@pytest.mark.parametrize(
+    "condition", ["not add_generation_prompt", "messages[-1]['role'] == 'assistant'"]
+)
+def test_a_template_that_ends_with_no_message_of_the_assistant_is_taken(condition: str) -> None:
+    refusal = f"{{% if {condition} %}}{{{{ raise_exception('no turn') }}}}{{% endif %}}"
+    assert Chat(make_tokenizer(refusal + TEMPLATE)).end_of_turn == END
+
+
+def test_an_ordinary_token_that_ends_a_turn_comes_once(tmp_path: Path) -> None:
+    said = "{{ message['role'] }}: {{ message['content'] }}"
+    plain = f"{{% for message in messages %}}{said}\n{{% endfor %}}"
+    make_tokenizer(plain).save_pretrained(tmp_path)
+    newline = TOKENIZER.encode("\n")[0]
+    (tmp_path / GENERATION).write_text(json.dumps({"eos_token_id": [newline]}))
+    chat = Chat(load_tokenizer(tmp_path))
+    assert TOKENIZER.decode(chat.next("saw", "", newline)) == "user: saw\n"
+
+
 def test_a_token_that_heads_the_next_message_comes_once_and_is_no_other(tmp_path: Path) -> None:
     """As with GLM, where the head of a user's or of a tool's message ends a turn."""
     heads = "{% for message in messages %}<|im_start|>{{ message['content'] }}{% endfor %}"

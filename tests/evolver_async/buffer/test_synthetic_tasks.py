@@ -84,6 +84,29 @@ def test_the_first_tasks_are_looked_for_at_once_and_rollouts_wait_for_them(tmp_p
     assert kinds(granted).count("rollout") == 8
 
 
+@pytest.mark.parametrize(("share", "waits"), [(0.0, "group"), (0.5, "group"), (1.0, "a task")])
+def test_a_learner_waits_for_a_task_only_if_there_is_none(tmp_path, share: float, waits: str):
+    """An exploration of an actor that is gone looks the same, and tasks of the set are left."""
+    world = exploring(tmp_path, share=share, every=1)
+    world.finish([ticket for ticket in world.lease(credit=2) if ticket.kind == "rollout"])
+    for seconds in (0.0, 1000.0):
+        world.pass_time(seconds)
+        reply = world.one("learner", messages.Sample(lineage=1, take=0, stage=0))
+        assert isinstance(reply, messages.Wait)
+        assert f"; waits for {waits}" in reply.reason
+
+
+def test_explorations_that_find_no_task_leave_room_for_other_groups(tmp_path):
+    """They took all of it where actors play no more groups than explore at a time."""
+    world = exploring(tmp_path, share=0.5, groups=2)
+    played = []
+    for _ in range(12):
+        tickets = world.lease(credit=1)
+        played += kinds(tickets)
+        world.finish(tickets)
+    assert played.count("rollout") >= 4 and played.count("explore") >= 4
+
+
 def test_a_full_pool_takes_nothing_in_and_ends_exploration(tmp_path):
     world = exploring(tmp_path, max_tasks=3)
     offer(world, 0, 1)

@@ -137,6 +137,30 @@ def test_a_run_without_tasks_says_so_and_ends_at_a_signal(
     assert resumable(run_dir / "checkpoints")
 
 
+def test_the_clock_keeps_what_a_signal_adds_while_it_moves() -> None:
+    """A stop that was lost there was not heeded in a run whose clock stands still."""
+    loop, came = VirtualLoop(), 0
+
+    def advance(*_: object) -> None:
+        nonlocal came
+        came += 1
+        loop.advance(1.0)
+
+    async def compute() -> None:
+        while came < 300:
+            await asyncio.sleep(0)
+
+    before = signal.signal(signal.SIGVTALRM, advance)
+    signal.setitimer(signal.ITIMER_VIRTUAL, 1e-3, 1e-3)
+    try:
+        loop.run_until_complete(compute())
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
+    assert loop.time() == pytest.approx(came, abs=0.1)
+    loop.close()
+
+
 def test_latency_of_the_environment_costs_no_real_time(train: Callable[..., Finished]) -> None:
     slow = train(
         "slow",

@@ -106,6 +106,10 @@ def test_a_sample_may_hold_numbers_that_json_does_not_know(tmp_path: Path) -> No
 def test_rows_share_their_names(tmp_path: Path) -> None:
     """A row of metrics needs twice the memory with names of its own."""
     path = tmp_path / "metrics.jsonl"
-    path.write_text('{"loss/policy": 1.0}\n{"loss/policy": 2.0}\n')
-    (first,), (second,) = Tail(path).rows()
-    assert first is second
+    names = [f"{'x' * length}/{number}" for length in (5, 40) for number in range(200)]
+    for value in ("1.0", "NaN"):
+        line = json.dumps(dict.fromkeys(names)).replace("null", value)
+        path.write_text(f"{line}\n{line}\n")
+        first, second = Tail(path).rows()
+        assert list(first) == list(second) == names
+        assert all(one is other for one, other in zip(first, second, strict=True))

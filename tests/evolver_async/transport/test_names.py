@@ -84,13 +84,27 @@ def test_the_status_of_an_unknown_host_is_a_mistake_of_the_user(
 
 
 @pytest.mark.parametrize(
-    "address", ["tcp://127.0.0.1:4000", "tcp://[::1]:4000", "ipc:///tmp/buffer", "inproc://a"]
+    "address",
+    [
+        *("tcp://127.0.0.1:4000", "tcp://[::1]:4000", "ipc:///tmp/buffer", "inproc://a"),
+        *("tcp://*:4000", "tcp://0.0.0.0:4000"),  # which clients of this host reach by loopback
+    ],
 )
 def test_an_address_without_a_name_is_not_looked_up(
     address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delattr(socket, "getaddrinfo")
     assert unresolved(address) == ""
+
+
+def test_a_name_in_brackets_is_looked_up_as_libzmq_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    def six(name: str, port: None, family: int, *_: object) -> None:
+        if family != socket.AF_INET6:
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", six)
+    assert unresolved("tcp://[six]:4000") == ""
+    assert "IPv4" in unresolved("tcp://six:4000")
 
 
 @pytest.mark.parametrize(

@@ -395,7 +395,11 @@ def weights_of_a_step(
         case "words":
             return ["one"] * len(old_N)
         case "changes":
-            advantage_N[:] = 0.0
+            advantage_N[:] = 1.0
+            torch.from_numpy(anchor_N).sub_(torch.from_numpy(old_N)).exp_()
+            return anchor_N * advantage_N
+        case "gradient":
+            return torch.ones(len(old_N), requires_grad=True)
         case "raises":
             raise KeyError("sigma")
     return torch.from_numpy(np.full(len(old_N), 0.5))
@@ -421,6 +425,7 @@ def prepared_by(prepares: str) -> Array:
         ("long", r"shape \(41,\), not"),
         ("single", r"shape \(\), not"),
         ("nothing", r"shape \(\), not"),
+        ("gradient", r"Tensor \(Can't call numpy.*\), not"),
         ("words", r"list \(could not convert string to float.*\), not"),
     ],
 )
@@ -433,11 +438,17 @@ def test_a_step_that_is_prepared_otherwise_than_a_number_a_token_is_named(
     assert (prepared_by("") == np.full(40, 0.5, np.float32)).all()
 
 
-@pytest.mark.parametrize(("prepares", "error"), [("changes", ValueError), ("raises", KeyError)])
-def test_an_exception_while_a_step_is_prepared_is_followed_by_its_key(
-    prepares: str, error: type[Exception]
-) -> None:
-    with pytest.raises(error) as caught:
-        prepared_by(prepares)
-    note = f"correction.kind: prepare of {__name__}:prepares raised {error.__name__}"
+@pytest.mark.filterwarnings("error")
+def test_a_step_that_is_prepared_in_place_stays_as_it_is() -> None:
+    """Through torch.from_numpy too, which writes to read-only arrays."""
+    settings = CorrectionConfig(kind=f"{__name__}:prepares", params={"prepares": "changes"})
+    given = [np.full(40, value, np.float32) for value in (-1.0, -1.0, 5.0)]
+    assert (prepared(settings, *given) == 1.0).all()
+    assert [set(array_N) for array_N in given] == [{-1.0}, {-1.0}, {5.0}]
+
+
+def test_an_exception_while_a_step_is_prepared_is_followed_by_its_key() -> None:
+    with pytest.raises(KeyError) as caught:
+        prepared_by("raises")
+    note = f"correction.kind: prepare of {__name__}:prepares raised KeyError"
     assert caught.value.__notes__[0].startswith(note)
