@@ -1,7 +1,6 @@
 """Options of a run drawn at random, every one with every other: what the fault tests try out.
 
-Runs of the recipes take seconds. `OPTIONS` are keys with values that differ from the defaults;
-`tasks.synthetic` is not among them, as untrained policies find no tasks, for which runs wait.
+Runs of the recipes take seconds. `OPTIONS` are keys with values that differ from the defaults.
 """
 
 import random
@@ -53,6 +52,7 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "tasks.train": (3,),
     "tasks.solved": (0.3,),
     "tasks.failed": (0.3,),
+    "tasks.synthetic": (0.5,),
     "rollout.think": ("true",),
     "rollout.format": ("tool_call", "interleaved"),
     "rollout.actions_per_turn": (2,),
