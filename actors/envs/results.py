@@ -47,8 +47,8 @@ def checked_exact(value: object) -> Exact:
         raise TypeError(f"exact must return an Exact, returned {_described(value)}")
     fields = dict(zip((f"{name} of the Exact" for name in Exact._fields), value, strict=True))
     random, optimal, *returns = fields.items()
-    known = (None if one is None else _finite(name, one) for name, one in returns)
-    return Exact(_finite(*random), _finite(*optimal), *known)
+    known = (None if one is None else finite(name, one) for name, one in returns)
+    return Exact(finite(*random), finite(*optimal), *known)
 
 
 def checked_score(value: object) -> float:
@@ -90,7 +90,7 @@ def number(name: str, value: object) -> float:
     return float(value)
 
 
-def _finite(name: str, value: object) -> float:
+def finite(name: str, value: object) -> float:
     """Return a finite number as a float; TypeError or ValueError, which names it, for others."""
     found = number(name, value)
     if not math.isfinite(found):

@@ -2,10 +2,9 @@
 
 import asyncio
 import logging
-import math
 
 from actors.envs.base import one_line
-from actors.envs.results import number, text
+from actors.envs.results import finite, text
 from actors.failures import FailureCounts
 from actors.judge.judge import Judge, JudgedEpisode, Labels
 from actors.judge.labels import checked_labels
@@ -82,11 +81,8 @@ def _checked_source(source: object) -> str:
 
 
 def _checked_totals(totals: object) -> dict[str, float]:
-    """Return a judge's totals; TypeError or ValueError, which names the one that is no number."""
+    """Return a judge's totals; TypeError or ValueError, which names the one that is no finite
+    number."""
     if not isinstance(totals, dict):
         raise TypeError(f"they must be a dict of numbers, are a {type(totals).__name__}")
-    found = {text("a name", name): number(f"{name!r}", value) for name, value in totals.items()}
-    for name, value in found.items():
-        if not math.isfinite(value):
-            raise ValueError(f"{name!r} must be finite, is {value}")
-    return found
+    return {text("a name", name): finite(f"{name!r}", value) for name, value in totals.items()}

@@ -1,8 +1,8 @@
 """Requests of actors for tickets, which are granted, renewed and released.
 
 Order of tickets: evaluation episodes, then missing members of groups that were granted before, then
-exploration that is due, then new groups as far as admission has room. The latter two
-take turns while the pool has no task but others can be played.
+exploration that is due, then new groups as far as admission has room. The
+latter two take turns while the pool has no task but others can be played.
 """
 
 from dataclasses import dataclass
