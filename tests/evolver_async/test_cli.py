@@ -597,15 +597,19 @@ def test_a_launcher_checks_prompts_without_torch(tmp_path: Path) -> None:
 
 @contextlib.contextmanager
 def preparing(tmp_path: Path) -> Iterator[tuple["subprocess.Popen[str]", psutil.Process]]:
-    """A `train` whose policy is just being prepared, and the process that does."""
-    recipe = tmp_path / "recipe.yaml"
+    """A `train` whose policy is being prepared, and the process that does, which never ends."""
+    recipe, imports = tmp_path / "recipe.yaml", tmp_path / "imports"
     recipe.write_text(RECIPE)
+    imports.mkdir()
+    path = os.pathsep.join([str(imports), os.environ.get("PYTHONPATH", "")])
+    (imports / "torch.py").write_text("import time\n\nwhile True:\n    time.sleep(60)\n")
     options = (recipe, f"run.dir={tmp_path}/runs", "run.name=cut", "eval.final_episodes=4")
     train = subprocess.Popen(
         [*COMMAND, "train", *map(str, options)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        env=os.environ | {"PYTHONPATH": path},  # the preparation alone imports torch
     )
 
     def child() -> psutil.Process | None:
