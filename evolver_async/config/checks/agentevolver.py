@@ -77,6 +77,10 @@ def mechanisms(config: Config) -> Iterator[tuple[str, str]]:
     judge = config.judge
     if judge.kind in UNAUDITED and judge.probes not in (0.0, JudgeConfig.probes):
         yield "judge.probes", f"must not be set: judge.kind={judge.kind} is not asked about probes"
+    longest = config.policy.max_length
+    if judge.kind == "self" and judge.max_tokens >= longest:
+        reason = f"must leave room for a question in policy.max_length ({longest})"
+        yield "judge.max_tokens", f"{reason}, is {judge.max_tokens}"
     if judge.params and not is_own(judge.kind):
         yield "judge.params", f"must be empty: judge.kind={judge.kind} reads none"
     if experience.rewrite and experience.kind == "contrast":

@@ -93,7 +93,7 @@ class JudgeConfig:
     # rollout.agent_reward=judged: of all texts of a group in its prompt; the shared task and last
     # messages have room first, and what is longer is cut in its middle
     group_chars: Count = 48_000
-    max_tokens: Count = 1024  # self: of its answer
+    max_tokens: Count = 512  # self: of its answer, beside the question in policy.max_length
     timeout_s: Positive = 90.0  # of the labels of one trajectory, retries and waiting included
     cache: int = 4096  # cached judgements
     # self, llm and own judges: probes with known labels per judged episode; for self and llm also

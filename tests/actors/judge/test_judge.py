@@ -594,6 +594,7 @@ LLM = ("judge.kind=llm", "judge.llm.model=m", "judge.llm.url=http://localhost:1/
         ((*LLM, "judge.llm.url=http://host:80a/v1"), "judge.llm.url"),
         ((*LLM, "judge.llm.url=http://host:99999/v1"), "judge.llm.url"),
         (("judge.kind=self", "judge.timeout_s=300"), "judge.timeout_s"),
+        (("judge.kind=self", "judge.max_tokens=1024"), "judge.max_tokens"),
         (("judge.kind=json:loads", "judge.timeout_s=300"), "judge.timeout_s"),
     ],
 )
