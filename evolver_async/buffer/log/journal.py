@@ -26,7 +26,7 @@ from pathlib import Path
 
 from evolver_async.buffer.log import disk, segment
 from evolver_async.buffer.log.archive import Archive
-from evolver_async.buffer.log.quarantine import JournalError, damaged
+from evolver_async.buffer.log.quarantine import JournalError, damaged, lost
 from evolver_async.checkpoint.sync import sync_directory
 
 SEALED = struct.Struct("<IQ")  # number and bytes of a sealed segment
@@ -105,7 +105,8 @@ class Journal:
         for number in range(first, self.newest):
             size, sealed = self.sizes.get(number, 0), self._sealed.get(number, 1)
             if not size:
-                raise JournalError(f"{self._path(number)}: missing")
+                cause = "empty" if number in self.sizes else "missing"
+                raise lost(self.directory, f"{self._path(number)}: {cause}")
             if size < sealed:
                 raise damaged(
                     self._path(number), size, f"damaged, {sealed - size} bytes are missing"
@@ -253,7 +254,8 @@ class Journal:
         if begun:
             return damaged(self._path(begun), 0, "damaged, its first commit is cut short")
         name = self._path(number).name
-        return JournalError(f"{self._path(number + 1)}: missing, {name} says that it was begun")
+        text = f"{self._path(number + 1)}: missing, {name} says that it was begun"
+        return lost(self.directory, text)
 
     def _payload_end(self, number: int, data: memoryview, offset: int) -> int | None:
         try:

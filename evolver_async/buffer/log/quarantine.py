@@ -5,6 +5,7 @@ The segment itself is neither moved nor changed.
 
 import logging
 import os
+import shlex
 import shutil
 from pathlib import Path
 
@@ -24,6 +25,13 @@ class JournalError(Unrecoverable):
     """A journal that cannot be used; the message names file and offset."""
 
 
+def lost(directory: Path, text: str) -> JournalError:
+    """Return the error of a journal that lacks data, with the command that does without it."""
+    run = shlex.quote(str(directory.parent))
+    command = f"evolver-async train --resume {run} --fork NAME"
+    return JournalError(f"{text}; a new run can go on from the newest checkpoint: {command}")
+
+
 def damaged(path: Path, offset: int, cause: str) -> JournalError:
     """Copy the segment to quarantine/ with a note; return the error to raise."""
     text = f"{path} at {offset}: {cause}"
@@ -40,4 +48,4 @@ def damaged(path: Path, offset: int, cause: str) -> JournalError:
             note.write(NOTE.format(text=text, copy=copy, path=path, offset=offset))
     except OSError as error:
         log.error("%s: could not be quarantined: %s", path, error)
-    return JournalError(f"{text}; a copy is in {copy.parent}")
+    return lost(path.parent, f"{text}; a copy and a note are in {copy.parent}")

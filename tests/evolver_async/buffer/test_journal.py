@@ -136,7 +136,7 @@ def test_a_damaged_segment_is_copied_with_a_note_of_file_offset_and_cause(tmp_pa
     data = bytearray(segment(tmp_path).read_bytes())
     data[-END.size - 1] ^= 1
     segment(tmp_path).write_bytes(data)
-    with pytest.raises(JournalError):
+    with pytest.raises(JournalError, match=rf"--resume {tmp_path.parent} --fork NAME$"):
         heads(tmp_path)
     copy = tmp_path / "quarantine" / "00000001.log"
     assert copy.read_bytes() == data
@@ -163,9 +163,14 @@ def test_a_missing_or_short_sealed_segment_is_found_at_the_start(tmp_path):
     with pytest.raises(JournalError, match=r"00000002\.log at \d+: damaged, 1 bytes are missing"):
         journal.check_sealed(1)
     journal.close()
+    segment(tmp_path, 2).write_bytes(b"")
+    journal, _ = opened(tmp_path)
+    with pytest.raises(JournalError, match=r"00000002\.log: empty"):
+        journal.check_sealed(1)
+    journal.close()
     segment(tmp_path, 2).unlink()
     journal, _ = opened(tmp_path)
-    with pytest.raises(JournalError, match=r"00000002\.log: missing"):
+    with pytest.raises(JournalError, match=r"00000002\.log: missing; .* --resume .* --fork NAME"):
         journal.check_sealed(1)
     journal.close()
 
