@@ -39,7 +39,7 @@ ROOT = Path(__file__).parent.parent
 SOURCES = [
     path for part in ("evolver_async", "actors", "learner") for path in ROOT.glob(f"{part}/**/*.py")
 ]
-ERROR_S = 5.0  # a client that is not let in knows by then
+ERROR_S = 20.0  # a client that is not let in knows by then, long before its request times out
 
 PICKLES = ("pickle", "cPickle", "_pickle", "cloudpickle", "dill", "shelve", "marshal", "joblib")
 FORBIDDEN = {
