@@ -241,7 +241,7 @@ def test_a_release_that_fails_costs_no_episode_and_little_time() -> None:
         env.reset(task(), 0)
         began = fair_time()
         env.close()
-        assert fair_time() - began < 5
+        assert fair_time() - began < 20
         assert counted() == {"release/timeout": 2}
 
 

@@ -435,7 +435,7 @@ def test_closing_does_not_wait_for_an_endpoint_that_hangs(
         began = fair_time()
         assert service._extractor is not None
         service._extractor.close()
-        assert fair_time() - began < 5, "far less than the endpoint's time limit"
+        assert fair_time() - began < 20, "far less than the endpoint's time limit"
         service._extractor = None
 
 
