@@ -1,19 +1,23 @@
 """Vector index of the experience pool: exact search by inner product, many questions at once.
 
 Entries with the same vector, as those of one task have, share a row, so that a search costs as much
-as there are different vectors (`vectors.py`). The nearest rows of a question are cached; when it is
+as there are different vectors (`vectors.py`). They are kept in order, so that only those that are
+read cost anything. The nearest rows of a question are cached; when it is
 asked again, only rows that have changed since then are compared. A search finds the nearest `FIRST`
 rows, and goes on only if results are read further.
 """
 
 import hashlib
+from bisect import bisect_left, insort
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from actors.experience.gpu_vectors import vector_table
+from actors.experience.store import ExperienceEntry
 
 FIRST = 32  # rows that a search finds at first
 MAX_CACHED = 4096  # questions
@@ -22,7 +26,7 @@ KEPT = 256  # rows of a question in the cache
 BATCH = 64  # questions in one matrix product
 COSINE_STEPS = 1000  # resolution at which cosines are compared
 
-Place = dict[int, None]  # numbers with the same vector, the oldest first
+Place = list[ExperienceEntry]  # entries with the same vector, the most useful last
 Near = Iterator[tuple[Place, float]]
 
 
@@ -45,41 +49,49 @@ class _Nearest:
 
 
 class VectorIndex:
-    """Vectors by number, searched by inner product; on a GPU if faiss finds one."""
+    """Entries by their `when_vector`, searched by inner product; on a GPU if faiss finds one."""
 
     def __init__(self, dimensions: int) -> None:
         self._table = vector_table(dimensions)
         self._places: list[Place] = []  # by row; those of free rows are empty
         self._rows: dict[bytes, int] = {}  # by digest of the vector
-        self._digests: dict[int, bytes] = {}  # by number
+        self._digests: dict[int, bytes] = {}  # by id of the entry
         self._changes: list[int] = []  # rows that got or lost their vector, the newest last
         self._forgotten = 0  # changes before those
         self._cached: OrderedDict[bytes, _Nearest] = OrderedDict()
 
-    def add(self, number: int, vector: np.ndarray) -> None:
-        digest = self._digests[number] = _digest(vector)
+    def add(self, entry: ExperienceEntry) -> None:
+        digest = self._digests[entry.id] = _digest(entry.when_vector)
         row = self._rows.get(digest)
         if row is not None:
-            self._places[row][number] = None
+            insort(self._places[row], entry, key=rank)
             return
-        row = self._rows[digest] = self._table.put(vector)
-        self._places[row : row + 1] = [{number: None}]
+        row = self._rows[digest] = self._table.put(entry.when_vector)
+        self._places[row : row + 1] = [[entry]]
         self._change(row)
 
-    def remove(self, number: int) -> None:
-        digest = self._digests.pop(number)
+    def remove(self, entry: ExperienceEntry) -> None:
+        digest = self._digests.pop(entry.id)
         row = self._rows[digest]
-        del self._places[row][number]
+        _take_out(self._places[row], entry)
         if not self._places[row]:
             del self._rows[digest]
             self._table.free(row)
             self._change(row)
 
+    @contextmanager
+    def reranked(self, entry: ExperienceEntry) -> Iterator[None]:
+        """Let the usefulness of an entry change."""
+        place = self._places[self._rows[self._digests[entry.id]]]
+        _take_out(place, entry)
+        yield
+        insort(place, entry, key=rank)
+
     def search(self, vectors_QD: np.ndarray, count: int, least: float = -np.inf) -> list[Near]:
         """Return the nearest places of each question, nearest first, with their products.
 
-        They are those of the nearest `count` numbers with products of at least `least`, whole:
-        nothing tells which numbers at a place are nearer. The iterators are valid until the next
+        They are those of the nearest `count` entries with products of at least `least`, whole:
+        nothing tells which entries at a place are nearer. The iterators are valid until the next
         change, and those that are not used cost little.
         """
         if not self._rows:
@@ -120,7 +132,7 @@ class VectorIndex:
                 nearest.rows, nearest.products, nearest.bound = rows, products, bound
 
     def _near(self, nearest: _Nearest, asked: list[_Nearest], count: int, least: float) -> Near:
-        """Yield places up to `count` numbers; if the known rows have too few, search for all."""
+        """Yield places up to `count` entries; if the known rows have too few, search for all."""
         given, before = 0, set[int]()
         while True:
             for row, product in zip(nearest.rows.tolist(), nearest.products.tolist(), strict=True):
@@ -163,6 +175,15 @@ class VectorIndex:
             if len(order) > KEPT:
                 nearest.bound = float(products[order[KEPT]])
             nearest.rows, nearest.products = rows[order[:KEPT]], products[order[:KEPT]]
+
+
+def rank(entry: ExperienceEntry) -> tuple[float, int]:
+    """Return the order of entries that are equally near: the most useful, then the newest last."""
+    return entry.worth, entry.id
+
+
+def _take_out(place: Place, entry: ExperienceEntry) -> None:
+    del place[bisect_left(place, rank(entry), key=rank)]
 
 
 def cosine_steps(cosine: float) -> int:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from actors.experience.embed import Embedder
-from actors.experience.index import Near, VectorIndex, cosine_steps, least_cosine
+from actors.experience.index import Near, VectorIndex, cosine_steps, least_cosine, rank
 from actors.experience.store import ExperienceEntry, Store
 from actors.experience.successes import SuccessMemory
 from actors.experience.templates import advice_of
@@ -155,11 +155,12 @@ class ExperiencePool:
             entry = self.entries.get(number)
             if entry is None:
                 continue
-            entry.uses += 1
-            entry.utility += success
+            with self._index.reranked(entry):
+                entry.uses += 1
+                entry.utility += success
+                entry.rate()
             self.counts["uses"] += 1
             self.counts["successes"] += success
-            entry.rate()
             least = self.retire_utility * self.unguided_rate
             if entry.uses >= self.retire_uses and entry.worth < least:
                 entry.retired = True
@@ -223,8 +224,8 @@ class ExperiencePool:
         for steps, equal in groupby(near, lambda pair: cosine_steps(pair[1])):
             if steps < least:
                 return
-            entries = [self.entries[number] for place, _ in equal for number in place]
-            yield from sorted(entries, key=lambda entry: (-entry.worth, -entry.id))
+            places = [reversed(place) for place, _ in equal]
+            yield from heapq.merge(*places, key=rank, reverse=True)
 
     def _embedded(self, queries: list[str]) -> np.ndarray:
         """Embed tasks as float32[n, d]; those of the last calls are cached."""
@@ -243,7 +244,7 @@ class ExperiencePool:
         that never come again, such as observations with a clock, would fill the pool with one.
         """
         (near,) = self._index.search(when[None], CANDIDATES, self.dedup)
-        entries = [self.entries[number] for place, _ in near for number in place]
+        entries = [entry for place, _ in near for entry in place]
         if not entries:
             return False
         cosines = np.stack([entry.content_vector for entry in entries]) @ content
@@ -274,12 +275,12 @@ class ExperiencePool:
         self.entries[entry.id] = entry
         self._sources[entry.source] += 1
         self._known.add((entry.when_to_use, entry.state, entry.content))
-        self._index.add(entry.id, entry.when_vector)
+        self._index.add(entry)
 
     def _withdraw(self, entry: ExperienceEntry) -> None:
         del self.entries[entry.id]
         self._sources -= Counter([entry.source])  # drops sources without entries
-        self._index.remove(entry.id)
+        self._index.remove(entry)
 
     def _delete(self, entries: list[ExperienceEntry]) -> None:
         for entry in entries:

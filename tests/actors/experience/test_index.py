@@ -10,11 +10,28 @@ from hypothesis import strategies as st
 from actors.experience import gpu_vectors
 from actors.experience import index as indexes
 from actors.experience.index import Near, VectorIndex
+from actors.experience.store import ExperienceEntry
 from actors.experience.vectors import VectorTable
 
 
+def entry(number: int, vector: np.ndarray) -> ExperienceEntry:
+    """An entry with this number; its texts say nothing."""
+    return ExperienceEntry(
+        when_to_use="",
+        content="",
+        state="",
+        score=1.0,
+        source="",
+        trajectories=[],
+        created=0,
+        when_vector=vector,
+        content_vector=vector,
+        id=number,
+    )
+
+
 def numbers(near: Near) -> list[tuple[int, float]]:
-    return [(number, product) for place, product in near for number in place]
+    return [(entry.id, product) for place, product in near for entry in place]
 
 
 def nearest(index: VectorIndex, query: np.ndarray, count: int) -> list[tuple[int, float]]:
@@ -61,9 +78,9 @@ def test_the_index_finds_what_a_slow_search_finds(
         assert (type(index._table) is VectorTable) != on_gpu
         for flip, number in enumerate(flips):
             if number in there:
-                index.remove(number)
+                index.remove(entry(number, vectors[number]))
             else:
-                index.add(number, vectors[number])
+                index.add(entry(number, vectors[number]))
             there ^= {number}
             for query in (vectors[flip % 3] + 0.1, vectors[(number * 7 + 3) % 31] + 0.1):
                 far = {number: -float(vectors[number] @ query) for number in there}
@@ -83,7 +100,7 @@ def test_many_questions_at_once_have_the_answers_of_each(seed: int, count: int) 
     index = VectorIndex(4)
     for size in (10, 3000, 4000):
         for number in range(len(index._places), size):
-            index.add(number, vectors[number])
+            index.add(entry(number, vectors[number]))
         found = list(map(numbers, index.search(questions, count)))
         for near, question in zip(found, questions, strict=True):
             np.testing.assert_allclose(
@@ -99,14 +116,32 @@ def test_entries_with_the_same_vector_cost_one_place_and_none_is_preferred() -> 
     index = VectorIndex(2)
     one, other = np.array([1, 0], np.float32), np.array([0, 1], np.float32)
     for number in range(100):
-        index.add(number, one if number % 2 else other)
+        index.add(entry(number, one if number % 2 else other))
     assert len(index._table) == 2
     assert sorted(nearest(index, one, 3)) == [(number, 1.0) for number in range(1, 100, 2)]
     for number in range(1, 100, 2):
-        index.remove(number)
+        index.remove(entry(number, one))
     assert sorted(nearest(index, one, 3)) == [(number, 0.0) for number in range(0, 100, 2)]
-    index.add(7, one)
+    index.add(entry(7, one))
     assert nearest(index, one, 1) == [(7, 1.0)] and len(index._table) == 2
+
+
+@settings(max_examples=examples(20))
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(-1, 3)), max_size=40))
+def test_entries_at_one_place_are_in_order_of_their_use(changes: list[tuple[int, int]]) -> None:
+    """-1 adds or removes an entry; another number is the utility of four uses."""
+    index, there, vector = VectorIndex(2), dict[int, ExperienceEntry](), np.ones(2, np.float32)
+    for number, utility in changes:
+        if number not in there:
+            index.add(there.setdefault(number, entry(number, vector)))
+        elif utility < 0:
+            index.remove(there.pop(number))
+        else:
+            with index.reranked(one := there[number]):
+                one.uses, one.utility = 4, float(utility)
+                one.rate()
+        order = sorted(there.values(), key=lambda one: (one.worth, one.id))
+        assert [number for number, _ in nearest(index, vector, 1)] == [one.id for one in order]
 
 
 def searches(patch: pytest.MonkeyPatch) -> list[int]:
@@ -129,12 +164,12 @@ def test_a_question_in_the_cache_is_compared_with_new_places_alone(
     index, question = VectorIndex(4), np.ones(4, np.float32)
     vectors = rng.normal(size=(500, 4)).astype(np.float32)
     for number in range(400):
-        index.add(number, vectors[number])
+        index.add(entry(number, vectors[number]))
     counted = searches(monkeypatch)
     for number in range(400, 500):
         found = products(nearest(index, question, 5))
         np.testing.assert_allclose(found, slow_search(vectors[:number], question, 5), rtol=1e-5)
-        index.add(number, vectors[number])
+        index.add(entry(number, vectors[number]))
     assert counted == [1]
 
 
@@ -145,7 +180,7 @@ def test_questions_that_need_more_places_are_searched_together(
     rng = np.random.default_rng(0)
     index = VectorIndex(8)
     for number, vector in enumerate(rng.normal(size=(2000, 8)).astype(np.float32)):
-        index.add(number, vector)
+        index.add(entry(number, vector))
     counted = searches(monkeypatch)
     found = index.search(rng.normal(size=(60, 8)).astype(np.float32), 100)
     assert all(len(numbers(near)) == 100 for near in found)
@@ -161,6 +196,6 @@ def test_a_gpu_that_cannot_be_used_costs_a_warning(
     pretend_gpu(monkeypatch)
     monkeypatch.setattr(faiss, "index_cpu_to_gpu", full, raising=False)
     index = VectorIndex(2)
-    index.add(7, np.ones(2, np.float32))
+    index.add(entry(7, np.ones(2, np.float32)))
     assert nearest(index, np.ones(2, np.float32), 1) == [(7, 2.0)]
     assert "without the GPU: out of memory" in caplog.text
