@@ -15,9 +15,9 @@ from evolver_async.schema import WeightId
 
 pytestmark = pytest.mark.process
 
-TASKS, SAMPLES = 40, 3  # so many that the evaluation takes seconds
+TASKS, SAMPLES = 40, 3  # so many that the evaluation takes 15 seconds, which no machine misses
 RECIPE = f"""
-env: {{name: bandit, latency: {{kind: fixed, median_s: 0.5}}}}
+env: {{name: bandit, latency: {{kind: fixed, median_s: 1.0}}}}
 policy: {{max_length: 64, hidden_size: 16, layers: 1, heads: 2, intermediate_size: 32}}
 rollout: {{group_size: 4, max_turns: 1, max_tokens: 4}}
 actors: {{count: 1, groups: 2}}
