@@ -91,6 +91,12 @@ def test_a_forced_weight_lag_is_exact(train: Callable[..., Finished]) -> None:
     assert lagged.rl("ledger/evicted")[-1] == 0
 
 
+def test_success_in_an_evaluation_ends_the_stage(train: Callable[..., Finished]) -> None:
+    """The evaluation is played while training goes on, though the clock may stand still."""
+    ended = train("until", "stages.1.until_success=0.8", "stages.1.steps=60")
+    assert len(ended.rl("train/success")) < 60
+
+
 def test_a_signal_lets_the_learner_save_and_the_run_goes_on_from_there(
     tmp_path: Path, plain: Finished
 ) -> None:
