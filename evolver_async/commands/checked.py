@@ -1,10 +1,12 @@
 """Checks of a command's arguments: every mistake of the user becomes a ConfigError."""
 
 import contextlib
+import difflib
 from collections.abc import Iterator
 from pathlib import Path
 
 from evolver_async.config import ConfigError
+from evolver_async.study.directory import DEFINITION
 
 
 @contextlib.contextmanager
@@ -20,6 +22,22 @@ def as_config_errors() -> Iterator[None]:
 
 def run_directory(path: Path) -> Path:
     """Return the absolute path of a run directory. ConfigError for any other path."""
-    if not (path / "config.yaml").is_file():
-        raise ConfigError(f"{path}: is not a run directory: it has no config.yaml")
+    if not _is_run(path):
+        raise ConfigError(f"{path}: is not a run directory: it has no config.yaml{_hint(path)}")
     return path.resolve()
+
+
+def _is_run(path: Path) -> bool:
+    return (path / "config.yaml").is_file()
+
+
+def _hint(path: Path) -> str:
+    """Name the run that a wrong path may mean: of a study, around it, or of a similar name."""
+    if (path / DEFINITION).is_file():
+        return f"; it is a study, whose runs are in {path / 'runs'}"
+    if _is_run(path.parent):
+        return f", did you mean {path.parent}?"
+    places = path.parent, Path("runs")
+    near = {run.parent.name: run.parent for place in places for run in place.glob("*/config.yaml")}
+    close = difflib.get_close_matches(path.name, near, n=1)
+    return f", did you mean {near[close[0]]}?" if close else ""

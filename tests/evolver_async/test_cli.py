@@ -32,6 +32,7 @@ from evolver_async.launch.registry import resolve
 from evolver_async.launch.resumption import FinishedRun, resume
 from evolver_async.launch.run_directory import ACTORS, announce, locked, scale
 from evolver_async.metrics.launches import record
+from evolver_async.study.directory import DEFINITION
 from evolver_async.watch.live import exact_values
 from evolver_async.watch.runs import end
 
@@ -735,6 +736,20 @@ def test_a_running_run_is_not_resumed(refused: Refused, run_dir: Path) -> None:
 def test_commands_on_a_run_need_a_run_directory(refused: Refused, tmp_path: Path) -> None:
     for command in (["eval"], ["watch"], ["status"], ["export", "out"]):
         assert "is not a run directory" in refused(command[0], tmp_path, *command[1:])
+
+
+def test_a_path_that_is_no_run_directory_is_told_the_run_that_it_may_mean(
+    refused: Refused, run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(run_dir.parent.parent)
+    meant = f"did you mean {run_dir.relative_to(Path.cwd())}?"
+    assert refused("status", run_dir.name).endswith(meant)
+    assert refused("watch", f"runs/{run_dir.name}x").endswith(meant)
+    assert refused("eval", f"runs/{run_dir.name}/metrics.jsonl").endswith(meant)
+    assert "did you mean" not in refused("status", "runs/0")
+    (study := tmp_path / "a_study").mkdir()
+    (study / DEFINITION).touch()
+    assert refused("watch", study).endswith(f"it is a study, whose runs are in {study}/runs")
 
 
 def test_status_says_that_no_buffer_answers(
