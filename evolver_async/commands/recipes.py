@@ -24,6 +24,11 @@ def recipe_path(text: str) -> Path:
     """
     if os.path.isfile(text):
         return Path(text)
+    if os.path.isfile(os.path.join(text, "config.yaml")):
+        raise ConfigError(
+            f"{text}: is the directory of a run, whose recipe is {Path(text) / 'config.yaml'}; "
+            f"to continue the run: evolver-async train --resume {text}"
+        )
     named = _recipes()
     if text in named:
         return named[text]
@@ -62,12 +67,14 @@ def _recipes() -> dict[str, Path]:
 
 
 def _close(text: str, names: dict[str, Path]) -> list[str]:
-    """Names that end like `text`, else those that are spelled alike."""
+    """Names that end like `text`, else those that are spelled alike, or whose end is."""
     wanted = text.removesuffix(".yaml").removeprefix("configs/")
     last = wanted.rpartition("/")[2]
+    ends = {name.rpartition("/")[2]: name for name in reversed(names)}
     same = [name for name in names if name.rpartition("/")[2] == last]
     alike = (difflib.get_close_matches(one, names, n=3) for one in (wanted, last))
-    return same or list(dict.fromkeys(itertools.chain(*alike)))[:3]
+    alike_ends = (ends[end] for end in difflib.get_close_matches(last, ends, n=3))
+    return same or list(dict.fromkeys([*itertools.chain(*alike), *alike_ends]))[:3]
 
 
 def _headline(path: Path) -> str:

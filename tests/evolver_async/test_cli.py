@@ -262,6 +262,15 @@ def test_a_change_may_be_longer_than_the_name_of_a_file(refused: Refused, run_di
     assert "is neither a file nor the name of a recipe" in refused("config", "x" * 300)
 
 
+def test_a_run_in_place_of_a_recipe_is_told_from_a_wrong_name(
+    refused: Refused, run_dir: Path
+) -> None:
+    for command in ("train", "config", "doctor"):
+        said = refused(command, run_dir)
+        assert said.startswith(f"{run_dir}: is the directory of a run")
+        assert said.endswith(f"evolver-async train --resume {run_dir}")
+
+
 def test_a_recipe_beside_resume_is_refused(refused: Refused, recipe: Path, run_dir: Path) -> None:
     assert f"{recipe}: --resume continues the run's own recipe" in refused(
         "train", recipe, "--resume", run_dir

@@ -105,6 +105,7 @@ def test_a_study_needs_a_recipe_or_a_directory(ended: Ended, tmp_path: Path) -> 
     assert "needs a study or a recipe first" in ended()[1]
     assert "needs a study or a recipe first" in ended("learner.lr=1,2")[1]
     assert "starpo_z: is neither a file nor the name of a recipe" in ended("starpo_z")[1]
+    assert "did you mean studies/lag" in ended("lagg")[1]
 
 
 def test_a_study_is_not_made_in_the_directory_of_a_run(
