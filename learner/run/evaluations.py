@@ -48,7 +48,7 @@ class EvaluationTracker:
     publisher: Publisher
     metrics: Metrics
     config: EvalConfig
-    newest: EvalResult | None = None
+    newest: EvalResult | None = None  # by version, as an earlier one can end later
 
     def due(self, version: int, *, over: bool, last: bool, changed: bool) -> int:
         """Return the episodes to ask for after a step; `over`: it ends its stage, `last`: all."""
@@ -141,9 +141,10 @@ class EvaluationTracker:
                 log.warning("evaluation of %s: no episode could be run", result.weights)
                 continue
             taken_in.append((result, asked))
-            self.newest = result
-            if asked.stage == state.stage and not state.finished:
-                state.eval_success = result.success
+            if self.newest is None or result.weights >= self.newest.weights:
+                self.newest = result
+                if asked.stage == state.stage and not state.finished:
+                    state.eval_success = result.success
             values = {
                 "eval/success": result.success,
                 "eval/reward_mean": result.reward_mean,

@@ -248,6 +248,18 @@ def test_weights_that_changed_within_their_version_are_not_evaluated_again(bench
     assert bench.evaluations.ask_again(state, stages) is None and state.pending == []
 
 
+def test_an_earlier_evaluation_that_ends_later_is_not_the_newest(bench: Bench) -> None:
+    """One slow episode holds it back, while those of the next version are played."""
+    state = LearnerState(version=3)
+    bench.evaluations.ask(state, 0, 4)
+    state.version = 4
+    bench.evaluations.ask(state, 0, 4)
+    bench.evaluations.take_in(state, [result(0, 4, 0.25), result(0, 3, 1.0)], 0.0)
+    assert bench.rows() == [0.25, 1.0] and state.pending == []
+    assert state.eval_success == 0.25, "by which until_success ends the stage"
+    assert bench.evaluations.newest == result(0, 4, 0.25), "the alert of the run's end names it"
+
+
 def test_an_evaluation_without_episodes_is_no_success_of_zero(bench: Bench) -> None:
     state = LearnerState(version=5)
     bench.evaluations.ask(state, 0, 4)
