@@ -17,9 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from evolver_async.config import Config
-from evolver_async.errors import TrainingError
 from evolver_async.lineages import Fork
-from evolver_async.metrics.alerts import alert
 from evolver_async.metrics.histograms import Histogram
 from evolver_async.metrics.writer import Timers
 from evolver_async.model import policy
@@ -32,7 +30,7 @@ from learner.data.batch import Batch, LogProbs, Minibatch, Values
 from learner.data.collate import Internalise, collate, lag_table
 from learner.data.copied import Decode, copies
 from learner.data.selection import select
-from learner.diagnostics.bad_steps import write_bad_step
+from learner.diagnostics.bad_steps import BadSteps
 from learner.diagnostics.histograms import step_histograms
 from learner.diagnostics.offpolicy import trajectory_metrics
 from learner.diagnostics.rollouts import copied_metrics, taken_metrics
@@ -62,6 +60,7 @@ class Updater(Models):
         self.run_dir = run_dir
         self.timers = timers
         self.stepper = Stepper(self, config, timers)
+        self.bad_steps = BadSteps(run_dir, config.learner.max_bad_steps, self.ranks.rank == 0)
 
     def save(self, directory: Path, state: LearnerState) -> None:
         """Write tensors and numbers to a directory that exists."""
@@ -122,7 +121,7 @@ class Updater(Models):
             log.error("take %d: %d groups have no finite advantage", state.take, unfit)
         if not advantages.finite_P.any():
             applied = replace(applied, failure=Failure(math.nan, math.nan))
-        self._check_finite(state, applied, batch, logprobs, advantages)
+        self._check_finite(state, applied, batch, logprobs, advantages, cause=loss.problem)
         state.baseline = advantages.baseline
         state.critic_steps += critic is not None and bool(applied.minibatches)
         metrics |= penalties | advantages.metrics | _batch_metrics(stage, batch)
@@ -222,23 +221,19 @@ class Updater(Models):
             steps=steps,
         )
 
-    def _check_finite(self, state: LearnerState, applied: Applied, *values: object) -> None:
-        """Write the arrays of `values` if the step failed; TrainingError after several in a row."""
+    def _check_finite(
+        self, state: LearnerState, applied: Applied, *values: object, cause: str = ""
+    ) -> None:
+        """Write the arrays of `values` if the step failed; TrainingError after several in a row.
+
+        `cause`: what is not finite before the loss, "" if nothing is known of it.
+        """
+        self.bad_steps.tell(state.take, cause)
         if applied.failure is None:
             state.bad_steps = 0 if applied.minibatches else state.bad_steps
             return
-        state.bad_steps += 1
-        path = self.run_dir / "bad" / f"take_{state.take:06d}.npz"
         loss, norm = applied.failure.loss, applied.failure.grad_norm
-        text = f"take {state.take}: loss {loss}, gradient norm {norm}, batch in {path}"
-        log.error("step skipped: %s", text)
-        if self.ranks.rank == 0:
-            write_bad_step(path, values, keep=self.config.learner.max_bad_steps)
-            alert(self.run_dir, "step skipped", text, "ERROR")
-        if state.bad_steps >= self.config.learner.max_bad_steps:
-            raise TrainingError(
-                f"{state.bad_steps} non-finite steps in a row; batches in {path.parent}"
-            )
+        self.bad_steps.skipped(state, f"loss {loss}, gradient norm {norm}", cause, values)
 
     def _internalise(self, stage: Config) -> Internalise:
         experience = stage.experience

@@ -14,6 +14,8 @@ from evolver_async.extension import is_own, noted
 from evolver_async.schema import Array
 from learner.loss.correction import ActionTokens, Corrected, correction_of
 
+NUMBERS = ("ratio_N", "weight_N", "w_N", "r_N")  # fields of Corrected, one number a token
+
 
 def corrected_tokens(tokens: ActionTokens, settings: CorrectionConfig) -> Corrected:
     """Correct the tokens as `correction.kind` says.
@@ -34,6 +36,14 @@ def corrected_tokens(tokens: ActionTokens, settings: CorrectionConfig) -> Correc
     if problem := _unfit(found, tokens.theta_N):
         raise TrainingError(f"correction.kind: {settings.kind} returned {problem}")
     return found
+
+
+def not_finite(found: Corrected, tokens: ActionTokens, settings: CorrectionConfig) -> list[str]:
+    """Return what of an own function's work is not finite, by name; [] if the policy is not."""
+    if not is_own(settings.kind) or not torch.isfinite(tokens.theta_N).all():
+        return []
+    numbers = {"prepared_N": tokens.prepared_N, **{name: getattr(found, name) for name in NUMBERS}}
+    return [name for name, x_N in numbers.items() if not torch.isfinite(x_N).all()]
 
 
 def _writes(tokens: ActionTokens) -> dict[str, int]:
@@ -75,7 +85,7 @@ def _unfit(found: object, theta_N: torch.Tensor) -> str:
     if not isinstance(found, Corrected):
         return f"{type(found).__name__}, not Corrected"
     wanted = tuple(theta_N.shape)
-    for name in ("ratio_N", "weight_N", "w_N", "r_N"):
+    for name in NUMBERS:
         value = getattr(found, name)
         shape = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
         if shape != wanted:

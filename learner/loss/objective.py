@@ -1,6 +1,6 @@
 """Loss of one micro-batch of an rl stage: correction, clip, boost, KL, entropy, accounting."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
@@ -10,7 +10,7 @@ from evolver_async.config.sections.learner import by_kind
 from evolver_async.schema import Array
 from learner.data.batch import LogProbs, MicroBatch, Minibatch
 from learner.diagnostics.offpolicy import Accounting
-from learner.loss.applied import corrected_tokens, prepared
+from learner.loss.applied import corrected_tokens, not_finite, prepared
 from learner.loss.correction import (
     ActionTokens,
     Corrected,
@@ -36,7 +36,7 @@ class Objective:
     `boosts`: some tokens of the step have lost their experience, and their upper clip is
     loss.boost. `interpolates`: the anchor is interpolated between mu and theta, except for tokens
     that abandoned weights sampled. The first pass over the fresh tokens of `logprobs` records their
-    anchor there.
+    anchor there. unfit: what an own correction has returned that is not finite, by name.
     """
 
     correction: CorrectionConfig
@@ -45,6 +45,7 @@ class Objective:
     advantage_N: Array
     interpolates: bool
     boosts: bool
+    unfit: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         closed = by_kind(self.correction, self.loss)
@@ -55,6 +56,15 @@ class Objective:
         """True if nothing tells the log-probs of the weights before the step: tokens have moved
         from what the data is corrected from, since they were sampled."""
         return self.interpolates or not reads_anchor(self.correction)
+
+    @property
+    def problem(self) -> str:
+        """Return what is not finite, with the key of the own function; "" if nothing is known."""
+        names = ", ".join(sorted(self.unfit))
+        kind = self.correction.kind
+        return f"correction.kind: {kind} returned numbers that are not finite: {names}" * bool(
+            names
+        )
 
     @cached_property
     def prepared_N(self) -> Array:
@@ -82,6 +92,7 @@ class Objective:
             theta_N, old_N, anchor_N, advantage_N, micro.trajectory_N, micro.of(self.prepared_N)
         )
         corrected = corrected_tokens(tokens, self.correction)
+        self.unfit.update(not_finite(corrected, tokens, self.correction))
         if scales_lr(self.correction):
             log_q_P = trajectory_totals((theta_N - old_N).detach(), micro.trajectory_N)
             accounting.add_trajectories(log_q_P.cpu().numpy())

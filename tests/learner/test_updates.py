@@ -13,17 +13,22 @@ from updates import FORKS, config, groups, guided_config, guided_groups, same, s
 
 from evolver_async.config import (
     AdvantageConfig,
+    CorrectionConfig,
     JudgeConfig,
     LossConfig,
     StageConfig,
 )
 from evolver_async.config.load import stage_config
+from evolver_async.errors import TrainingError
+from evolver_async.metrics.alerts import ALERTS
+from evolver_async.metrics.tail import Tail
 from evolver_async.model import policy
 from evolver_async.schema import (
     Group,
     Role,
 )
 from learner.diagnostics.offpolicy import Accounting
+from learner.loss.correction import ActionTokens, Corrected, decoupled
 from learner.optimize import updates as under_test
 from learner.optimize.alignment import PREVIOUS
 from learner.optimize.tensors import load_optimizer, save_tensors
@@ -162,6 +167,45 @@ def test_when_nothing_is_applied_everything_is_left_out(tiny, tmp_path):
     assert (outcome.trained, outcome.tokens, outcome.updates) == ([], 0, 0)
     assert outcome.filtered == {"non_finite": [10, 11]}
     assert "loss/policy" not in outcome.metrics and "offpolicy/ess" not in outcome.metrics
+
+
+def divides_by_zero(tokens: ActionTokens, settings: CorrectionConfig) -> Corrected:
+    """Correction with a number that is not finite in the fields that `settings.params` name."""
+    found = decoupled(tokens, settings)
+    spoilt_N = torch.zeros_like(found.w_N) / 0
+    return replace(found, **dict.fromkeys(settings.params["fields"], spoilt_N))
+
+
+@pytest.mark.parametrize("fields", [["r_N", "w_N"], ["weight_N"]])
+def test_an_own_correction_whose_numbers_are_not_finite_is_named(tiny, tmp_path, fields):
+    """The log alone reads w_N and r_N; with the others the loss is lost, and in the end the run."""
+    settings = config(tiny, [StageConfig(kind="rl", steps=9)])
+    settings.correction.kind = f"{__name__}:divides_by_zero"
+    settings.correction.params = {"fields": fields}
+    made, state = updater(settings, tmp_path), LearnerState(lineage=1)
+    stage, most = stage_config(settings, 0), settings.learner.max_bad_steps
+    said = f"correction.kind: {settings.correction.kind} returned numbers that are not finite:"
+    for _ in range(most - 1):
+        made.rl(stage, groups(2), state, FORKS, 9)
+    titles = [(row["title"], said in row["text"]) for row in Tail(tmp_path / ALERTS).rows()]
+    if fields != ["weight_N"]:
+        made.rl(stage, groups(2), state, FORKS, 9)
+        assert titles == [("not finite", True)] and state.bad_steps == 0, "told once"
+        return
+    assert titles == [("not finite", True), *[("step skipped", True)] * (most - 1)]
+    with pytest.raises(TrainingError, match=f"in a row; batches in .*; {said} weight_N$"):
+        made.rl(stage, groups(2), state, FORKS, 9)
+
+
+def test_a_policy_that_is_not_finite_blames_no_correction(tiny, tmp_path):
+    settings = config(tiny, [StageConfig(kind="rl", steps=1)])
+    settings.correction.kind = f"{__name__}:divides_by_zero"
+    settings.correction.params = {"fields": []}
+    made = updater(settings, tmp_path)
+    with torch.no_grad():
+        next(made.model.parameters()).fill_(float("nan"))
+    made.rl(stage_config(settings, 0), groups(2), LearnerState(lineage=1), FORKS, 1)
+    assert [row["title"] for row in Tail(tmp_path / ALERTS).rows()] == ["step skipped"]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
