@@ -50,6 +50,7 @@ class WeightSync:
     clock: ActivityClock
     failures: NotedFailures
     turnover: asyncio.Condition = field(default_factory=asyncio.Condition)
+    visible: WeightId | None = None  # the newest that the source could stage when last asked
     oldest: WeightId | None = None  # maximum over tickets of the oldest weights they allow
     pinned: WeightId | None = None
     _unusable: WeightId | None = None  # the last that could not be adopted, ...
@@ -67,15 +68,13 @@ class WeightSync:
 
     @property
     def seen(self) -> tuple[WeightId | None, WeightId | None]:
-        """The weights that the engine holds, and the newest that it could fetch.
-
-        The source is asked anew: in a serial run no time may pass between two looks of `follow`.
-        """
-        return self.engine.weights, self.source.head()
+        """The weights that the engine holds, and the newest that it could fetch."""
+        return self.engine.weights, self.visible
 
     async def follow(self) -> None:
         """Adopt new weights when they appear, also during generation."""
         while True:
+            self.visible = self.source.head()
             await self.adopt()
             await asyncio.sleep(self.actors.poll_s)
 

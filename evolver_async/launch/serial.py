@@ -1,8 +1,9 @@
 """The whole system in one cooperative loop under a virtual clock: same seed, same numbers.
 
 Buffer, actors and learner are the same code as in the local launcher, connected by the in-process
-transport. The clock does not move while anything computes, and jumps to the next timer when nothing
-does: environment latency, leases and deadlines behave as always and cost no real time.
+transport. The clock moves a little with every request of the learner, does not move while anything
+else computes, and jumps to the next timer when nothing does: environment latency, leases and
+deadlines behave as always and cost no real time.
 """
 
 import asyncio
@@ -55,13 +56,18 @@ class _JumpSelector(selectors.SelectSelector):
 class VirtualLoop(asyncio.SelectorEventLoop):
     """Asyncio loop whose `time()` is virtual, in seconds from 0.
 
+    Before each run of the loop `work_s` pass: the learner works between two of them. Without these
+    actors would not look for new weights as long as one of them computes at each request of the
+    learner, and no version would be evaluated.
+
     It cannot wait for threads: code that would use one tests `virtual` and makes the call itself.
     """
 
     virtual = True
 
-    def __init__(self) -> None:
+    def __init__(self, work_s: float = 0.0) -> None:
         self._clock = _JumpSelector()
+        self._work_s = work_s
         self._advanced_s = 0.0  # beside the clock: a signal can come while that is moved
         self._ran_s = 0.0
         self._report_s = math.inf
@@ -86,6 +92,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         self._report_s, self._clock.look = every_s, due
 
     def run_forever(self) -> None:
+        self._clock.now += self._work_s
         self._entered = time.perf_counter()
         self._clock.look_due = self._entered + self._report_s
         try:
@@ -140,7 +147,7 @@ def _log_waits(service: BufferService, waited_s: float) -> None:
 
 def _train(config: Config, run_dir: Path) -> int:
     """Train. At the first stop signal the learner saves what it has; the second ends it at once."""
-    asyncio.set_event_loop(loop := VirtualLoop())
+    asyncio.set_event_loop(loop := VirtualLoop(config.actors.poll_s))
     service = BufferService.of_run(config, run_dir, tokenizer_hash(config.policy.path), now=0.0)
     loop.report(config.buffer.warn_s, partial(_log_waits, service))
     address = service.welcome.weights_address
