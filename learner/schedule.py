@@ -33,18 +33,23 @@ class Clock:
     """Counter of seconds of training in a `LearnerState`; time before `skip` does not count."""
 
     def __init__(self) -> None:
-        self.last = time.perf_counter()
+        self.last = self.step = time.perf_counter()  # last count; end of the last step
 
     def tick(self, state: LearnerState) -> float:
-        """Return seconds since the last call; add them to the run's and to the stage's."""
-        now = time.perf_counter()
-        passed, self.last = now - self.last, now
-        state.seconds += passed
-        state.stage_seconds += passed
+        """Count the time until the end of a step; return the seconds since the end before it."""
+        self.count(state)
+        passed, self.step = self.last - self.step, self.last
         return passed
 
+    def count(self, state: LearnerState) -> None:
+        """Add the seconds since the last count to the run's and to the stage's."""
+        now = time.perf_counter()
+        state.seconds += now - self.last
+        state.stage_seconds += now - self.last
+        self.last = now
+
     def skip(self) -> None:
-        self.last = time.perf_counter()
+        self.last = self.step = time.perf_counter()
 
     def seconds(self, state: LearnerState) -> float:
         """Return seconds of training of the run until now."""

@@ -280,6 +280,7 @@ class Learner:
         self.keep()
 
     def write_checkpoint(self) -> None:
+        self.clock.count(self.state)
         self.checkpoints.write(self.state, lambda path: self.updater.save(path, self.state))
 
     def keep(self, paused: str = "") -> dict[int, int]:

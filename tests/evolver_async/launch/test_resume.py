@@ -5,8 +5,10 @@ member, so that a group taken a second time, or made after the kill, is the same
 exception in the middle of a step, after which nothing of that learner is used any more.
 """
 
+import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,9 +20,12 @@ from evolver_async.config import (
     CriticConfig,
     SafetyConfig,
 )
+from evolver_async.checkpoint import history
+from evolver_async.checkpoint.directory import load_newest
 from evolver_async.errors import STOPPED
 from evolver_async.metrics.lineages import current_rows
 from evolver_async.protocol import messages
+from learner import schedule
 from learner.train import Learner
 
 pytestmark = pytest.mark.process
@@ -107,6 +112,31 @@ def test_told_to_end_and_resumed_gives_bitwise_the_same(
     assert run.newest()[0]["take"] == KILLED_AT + 1
     assert run.train() == 0
     compare(run, undisturbed)
+
+
+def test_the_seconds_of_a_resumed_run_go_on_from_its_last_row(
+    start: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every look at the clock takes a second, so that reports and waits take time, too."""
+    ticking = SimpleNamespace(perf_counter=itertools.count(1.0).__next__)
+    monkeypatch.setattr(schedule, "time", ticking)
+    run = start()
+
+    def end_after_take(learner: Learner) -> None:
+        write = learner.rows.write
+
+        def last(*arguments: Any) -> None:
+            write(*arguments)
+            learner.requests.stopping = learner.state.take == KILLED_AT
+
+        learner.rows.write = last
+
+    assert run.train(end_after_take) == STOPPED
+    newest, _ = load_newest(run.run_dir / "checkpoints", "run")
+    assert history.numbers(newest)["seconds"] > run.all_rows()[-1]["time_s"]
+    assert run.train() == 0
+    times = [row["time_s"] for row in run.all_rows()]
+    assert len(times) == STEPS and times == sorted(set(times))
 
 
 def test_the_alarms_memory_survives_a_kill(undisturbed: Run, start: Callable[..., Run]) -> None:
