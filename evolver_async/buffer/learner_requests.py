@@ -199,7 +199,7 @@ class LearnerRequests:
             return gap
         if request.take < at.kept and not request.discard:
             return f"take: {request.take}, the journal has takes {at.kept} to {at.next_take}"
-        if request.lineage == 0 and at.reports:
+        if request.lineage == 0 and at.reports and not request.discard:
             return f"lineage: 0, a fresh start, but the run has trained {at.reports} takes"
         return ""
 

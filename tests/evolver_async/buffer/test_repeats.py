@@ -361,3 +361,13 @@ def test_discarded_takes_are_chosen_anew_and_their_groups_counted(tmp_path: Path
     groups = ids(world.sample(1, lineage=2))
     assert groups and not set(groups) & {*gone, *taken[0]}
     assert world.replay.at.repeats == {}
+
+
+def test_a_fork_that_goes_back_to_its_beginning_discards_all_takes(tmp_path: Path) -> None:
+    world, taken = three_takes(tmp_path, max_staleness=9)
+    refused = world.one("learner", messages.Resume(lineage=0, take=0, version=0, process="lost"))
+    assert isinstance(refused, messages.Reject) and "a fresh start" in refused.reason
+    back = messages.Resume(lineage=0, take=0, version=0, discard=True, process="back")
+    reply = world.one("learner", back)
+    assert isinstance(reply, messages.Resumed) and reply.lineage == 2
+    assert not {*taken[0], *taken[1], *taken[2]} & world.replay.at.groups.keys()

@@ -417,6 +417,23 @@ def test_a_fork_leaves_the_run_it_came_from_as_it_was(finished: Path, tmp_path: 
     assert (tmp_path / "new" / "policy" / "config.json").is_file()
 
 
+def test_a_fork_goes_back_to_the_checkpoint_that_it_began_with(
+    finished: Path, tmp_path: Path
+) -> None:
+    notes = [history.evaluation_of(path) for path, _ in valid(finished / "checkpoints")]
+    (digest,) = {note.digest for note in notes if note is not None}
+    _, made = fork(finished, "new", [f"run.dir={tmp_path}", "buffer.archive=all"], 3)
+    ((first, _),) = valid(made / "checkpoints")
+    evaluated(first, 2.0, digest)  # better than any that the fork will train
+    train("--resume", made)
+    train("--resume", made, "--step", "best")
+    assert [(row["lineage"], row["step"]) for row in rows(made)] == [
+        *((1, step) for step in (1, 2, 3, 4, 5)),
+        *((2, step) for step in (1, 2, 3, 4, 5)),
+    ]
+    assert main(["rerun", str(made)]) == 0
+
+
 def test_a_fork_keeps_its_environment_steps_and_its_buffer_counts_explorations_anew() -> None:
     state = {"take": 9, "stage_take": 5, "env_steps": 100, "explored_turns": 7}
     _start_anew(state)
