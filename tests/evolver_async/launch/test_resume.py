@@ -14,14 +14,14 @@ from typing import Any
 import pytest
 from killed_runs import KILLED_AT, PHASES, STEPS, Killed, Run, compare, undisturbed
 
+from evolver_async.checkpoint import history
+from evolver_async.checkpoint.directory import load_newest
 from evolver_async.config import (
     AdvantageConfig,
     CheckpointConfig,
     CriticConfig,
     SafetyConfig,
 )
-from evolver_async.checkpoint import history
-from evolver_async.checkpoint.directory import load_newest
 from evolver_async.errors import STOPPED
 from evolver_async.metrics.lineages import current_rows
 from evolver_async.protocol import messages
