@@ -206,13 +206,14 @@ class Learner:
         if self.config.launch.kind == "serial":  # a pause cannot end in virtual time
             raise TrainingError(f"paused: {notice}, then train --resume {self.run_dir}")
         log.warning("paused: %s", notice)
+        self.clock.count(self.state)
         while notice := run_directory.pause_notice(self.run_dir):
             if self.requests.stopping:
                 raise Stopping("the end of its pause")
             self.keep(paused=notice)
             self.requests.sleep(POLL_S)
+            self.clock.skip()
         self.keep()
-        self.clock.skip()
         self.timers.clock.skip()
         log.info("continued after its pause")
 

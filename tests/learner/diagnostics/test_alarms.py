@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,12 +18,14 @@ from killed_runs import Killed, Run, Ticket, Trajectory, episode
 from launches import DEADLINE_S, wait_for
 
 from evolver_async import cli
-from evolver_async.checkpoint.directory import valid
+from evolver_async.checkpoint import history
+from evolver_async.checkpoint.directory import load_newest, valid
 from evolver_async.config import CheckpointConfig, LaunchConfig, SafetyConfig, StageConfig
 from evolver_async.config.load import dump
 from evolver_async.errors import STOPPED, TrainingError
 from evolver_async.launch.run_directory import PAUSED, pause_reason
 from evolver_async.protocol import messages
+from learner import schedule
 from learner.diagnostics.alarms import Alarm, judge
 from learner.diagnostics.group_signals import input_dependence
 from learner.schedule import next_stage
@@ -521,3 +524,32 @@ def test_a_paused_learner_still_ends_when_told(tmp_path: Path) -> None:
         thread.join(DEADLINE_S)
         assert ends == [STOPPED] and max(run.trained) == 4
         assert pause_reason(run.run_dir) is not None, "the next launch is paused as well"
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_the_time_of_a_pause_does_not_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stopped: bool
+) -> None:
+    """It would use up the `hours` of the stage, also where the learner is stopped meanwhile."""
+    now = [0.0]
+    monkeypatch.setattr(schedule, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    with run_with(tmp_path, "pause", "local") as run:
+
+        def disturb(learner) -> None:
+            def pass_time(seconds: float) -> None:
+                now[0] += 7200.0
+                learner.requests.stopping = stopped
+                if not stopped:
+                    (run.run_dir / PAUSED).unlink()
+
+            def sample() -> object:
+                now[0] += 1.0
+                return original()
+
+            original, learner.sample = learner.sample, sample
+            learner.requests.sleep = pass_time
+
+        assert run.train(disturb) == (STOPPED if stopped else 0)
+        newest, _ = load_newest(run.run_dir / "checkpoints", "run")
+        seconds = history.numbers(newest)["seconds"]
+    assert now[0] > 7200.0 and seconds == len(run.rows())
