@@ -32,6 +32,7 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 STOP_S = 2.0  # a stop moves the clock beyond the time for which the learner waits unasked
+WORK_S = 0.5  # at most between two requests of the learner; more is a standstill to the buffer
 TICK_S = 1e-9  # asyncio may fire a timer early by this much; waiting for the rest must end as well
 
 
@@ -147,7 +148,7 @@ def _log_waits(service: BufferService, waited_s: float) -> None:
 
 def _train(config: Config, run_dir: Path) -> int:
     """Train. At the first stop signal the learner saves what it has; the second ends it at once."""
-    asyncio.set_event_loop(loop := VirtualLoop(config.actors.poll_s))
+    asyncio.set_event_loop(loop := VirtualLoop(min(config.actors.poll_s, WORK_S)))
     service = BufferService.of_run(config, run_dir, tokenizer_hash(config.policy.path), now=0.0)
     loop.report(config.buffer.warn_s, partial(_log_waits, service))
     address = service.welcome.weights_address

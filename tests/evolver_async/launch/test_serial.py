@@ -100,6 +100,14 @@ def test_versions_are_evaluated_while_the_learner_has_data(train: Callable[..., 
     assert len(train("early", *settings).rl("train/success")) < 10
 
 
+def test_actors_that_rarely_look_for_weights_are_no_standstill(
+    train: Callable[..., Finished], caplog: pytest.LogCaptureFixture
+) -> None:
+    """The learner's work took so long that the buffer and its disk seemed to stand still."""
+    train("rare", "actors.poll_s=5", "stages.0.steps=3", "stages.1.steps=3")
+    assert not [message for message in caplog.messages if "stood still" in message]
+
+
 def test_a_signal_lets_the_learner_save_and_the_run_goes_on_from_there(
     tmp_path: Path, plain: Finished
 ) -> None:
