@@ -121,7 +121,7 @@ class Updater(Models):
             log.error("take %d: %d groups have no finite advantage", state.take, unfit)
         if not advantages.finite_P.any():
             applied = replace(applied, failure=Failure(math.nan, math.nan))
-        self._check_finite(state, applied, batch, logprobs, advantages, cause=loss.problem)
+        self._check_finite(state, applied, batch, logprobs, advantages, cause=self._cause(loss))
         state.baseline = advantages.baseline
         state.critic_steps += critic is not None and bool(applied.minibatches)
         metrics |= penalties | advantages.metrics | _batch_metrics(stage, batch)
@@ -234,6 +234,11 @@ class Updater(Models):
             return
         loss, norm = applied.failure.loss, applied.failure.grad_norm
         self.bad_steps.skipped(state, f"loss {loss}, gradient norm {norm}", cause, values)
+
+    def _cause(self, loss: Objective) -> str:
+        """Return the problem of the first rank that has one: each sees its own micro-batches."""
+        problems = self.ranks.gather(loss.problem.encode())
+        return next((problem.decode() for problem in problems if problem), "")
 
     def _internalise(self, stage: Config) -> Internalise:
         experience = stage.experience

@@ -60,11 +60,10 @@ class Objective:
     @property
     def problem(self) -> str:
         """Return what is not finite, with the key of the own function; "" if nothing is known."""
-        names = ", ".join(sorted(self.unfit))
-        kind = self.correction.kind
-        return f"correction.kind: {kind} returned numbers that are not finite: {names}" * bool(
-            names
-        )
+        if not self.unfit:
+            return ""
+        names, kind = ", ".join(sorted(self.unfit)), self.correction.kind
+        return f"correction.kind: {kind} returned numbers that are not finite: {names}"
 
     @cached_property
     def prepared_N(self) -> Array:

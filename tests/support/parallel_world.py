@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +15,13 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.fsdp import FSDPModule
 from updates import FORKS, config, guided_config, guided_groups
 
-from evolver_async.config import Config, LoraConfig, StageConfig
+from evolver_async.config import Config, CorrectionConfig, LoraConfig, StageConfig
 from evolver_async.config.load import stage_config
 from evolver_async.metrics.writer import Timers
 from evolver_async.model import policy
 from evolver_async.schema import Group
 from evolver_async.weights.probe import separate
+from learner.loss.correction import ActionTokens, Corrected, decoupled
 from learner.optimize import token_budget
 from learner.ranks.process_group import Ranks, join
 from learner.run.rank_server import Leader, follow
@@ -66,11 +67,13 @@ def make_policies(directory: Path) -> None:
 def settings_of(name: str, directory: Path) -> tuple[Config, str, list[Group]]:
     """A training's configuration, the updater's method, and what it takes each time."""
     plain = directory / "plain"
-    if name in ("rl", "bounded", "bf16", "poisoned"):
+    if name in ("rl", "bounded", "bf16", "poisoned", "unfit"):
         settings = guided_config(plain, "strip", kind="decoupled")
         settings.loss.kl_coef = 0.1
         settings.policy.dtype = "bfloat16" if name == "bf16" else "float32"
         settings.learner.max_bad_steps = 99
+        if name == "unfit":
+            settings.correction.kind = f"{__name__}:own_correction"
         if name == "bounded":  # some updates move further, others do not
             settings.learner.minibatches, settings.loss.target_kl = 4, 0.016
         return settings, "rl", guided_groups(5)
@@ -127,6 +130,8 @@ def train(
     if ranks is not None and ranks.rank > 0:
         if name == "poisoned":
             poison(updater)
+        if name == "unfit":
+            spoilt.append("weight_N")
         follow(updater, lambda *_: stage, ranks)
         return Trained()
     leader = updater if ranks is None else Leader(updater, ranks)
@@ -165,6 +170,14 @@ def poison(updater: Updater) -> None:
         return value * float("nan"), terms
 
     updater.stepper.passes._loss = poisoned
+
+
+spoilt: list[str] = []  # numbers of `own_correction` that are not finite on this rank
+
+
+def own_correction(tokens: ActionTokens, settings: CorrectionConfig) -> Corrected:
+    found = decoupled(tokens, settings)
+    return replace(found, **{name: torch.full_like(found.w_N, float("nan")) for name in spoilt})
 
 
 class Faked:

@@ -20,6 +20,8 @@ from parallel_world import SAVED, STEPS, Trained, be_rank, make_policies, read, 
 from evolver_async.checkpoint import shards
 from evolver_async.config import Config, ConfigError, StageConfig
 from evolver_async.config.checks import check
+from evolver_async.metrics.alerts import ALERTS
+from evolver_async.metrics.tail import Tail
 from evolver_async.process.setup import RoleArgs
 from learner.optimize.adamw import make_adamw, master, update
 from learner.ranks.process_group import alone, check_apart, join
@@ -42,7 +44,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Tra
         name: train(name, directory, directory / f"{name}-single") for name in (*KINDS, *SHORT)
     }
     plan: list[tuple[str, str | None]] = [
-        (name, None) for name in (*KINDS, *SHORT, "measured", "poisoned")
+        (name, None) for name in (*KINDS, *SHORT, "measured", "poisoned", "unfit")
     ]
     plan += [(name, str(directory / f"{name}-single" / "checkpoint")) for name in RESUMED]
     mp.spawn(be_rank, args=(2, directory, plan), nprocs=2)  # pyright: ignore[reportPrivateImportUsage]
@@ -112,6 +114,16 @@ def test_a_loss_of_one_rank_that_is_not_finite_is_a_step_of_none(world):
     assert all(torch.equal(tensor, start[name]) for name, tensor in both.weights.items())
     assert len(list((directory / "poisoned-whole-0" / "bad").iterdir())) == len(both.filtered)
     assert not (directory / "poisoned-whole-1" / "bad").exists(), "rank 0 alone keeps the batch"
+
+
+def test_an_own_correction_that_is_not_finite_on_one_rank_is_named(world):
+    """Rank 0, which writes the alerts, has not seen the numbers."""
+    directory, _ = world
+    titles = {
+        row["title"]: "returned numbers that are not finite: weight_N" in row["text"]
+        for row in Tail(directory / "unfit-whole-0" / ALERTS).rows()
+    }
+    assert titles == {"not finite": True, "step skipped": True}
 
 
 @pytest.mark.parametrize("name", SHORT)
