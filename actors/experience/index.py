@@ -1,10 +1,10 @@
 """Vector index of the experience pool: exact search by inner product, many questions at once.
 
 Entries with the same vector, as those of one task have, share a row, so that a search costs as much
-as there are different vectors (`vectors.py`). They are kept in order, so that only those that are
-read cost anything. The nearest rows of a question are cached; when it is
-asked again, only rows that have changed since then are compared. A search finds the nearest `FIRST`
-rows, and goes on only if results are read further.
+as there are different vectors (`vectors.py`). The entries of a row are kept in order, so that only
+those that are read cost anything. The nearest rows of a question are cached; when it is asked
+again, only rows that have changed since then are compared. A search finds the nearest `FIRST` rows,
+and goes on only if results are read further.
 """
 
 import hashlib

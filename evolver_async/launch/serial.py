@@ -57,9 +57,9 @@ class _JumpSelector(selectors.SelectSelector):
 class VirtualLoop(asyncio.SelectorEventLoop):
     """Asyncio loop whose `time()` is virtual, in seconds from 0.
 
-    Before each run of the loop `work_s` pass: the learner works between two of them. Without these
-    actors would not look for new weights as long as one of them computes at each request of the
-    learner, and no version would be evaluated.
+    Before each run of the loop the clock moves by `work_s`, as the learner works between two of
+    them. A clock that stood still while an actor computes at every request of the learner would let
+    no actor look for new weights, and no version would be evaluated.
 
     It cannot wait for threads: code that would use one tests `virtual` and makes the call itself.
     """
