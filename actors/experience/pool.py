@@ -224,8 +224,8 @@ class ExperiencePool:
         for steps, equal in groupby(near, lambda pair: cosine_steps(pair[1])):
             if steps < least:
                 return
-            places = [reversed(place) for place, _ in equal]
-            yield from heapq.merge(*places, key=rank, reverse=True)
+            first, *others = (reversed(place) for place, _ in equal)
+            yield from heapq.merge(first, *others, key=rank, reverse=True) if others else first
 
     def _embedded(self, queries: list[str]) -> np.ndarray:
         """Embed tasks as float32[n, d]; those of the last calls are cached."""
