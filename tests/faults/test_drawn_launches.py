@@ -6,7 +6,6 @@ What is refused names a key and changes no file. What is accepted ends whole, an
 repeated bit by bit from the checkpoint at which its configuration changed last.
 """
 
-import json
 import os
 import random
 import re
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from drawn_options import KEY, OPTIONS, draw
+from drawn_options import KEY, OPTIONS, Died, draw, finite_rows
 from invariants import check_run
 
 from evolver_async.checkpoint.directory import CheckpointError, resumable, valid
@@ -60,10 +59,6 @@ CHANGES: dict[str, tuple[Any, ...]] = OPTIONS | {
 }
 NAMED = re.compile(rf"{KEY.pattern}|\bstages\b|--step\b|no checkpoint\b")
 RISING = ("time_s", "progress/env_steps", "progress/tokens", "version", "stage")
-
-
-class Died(Exception):
-    """Stands for SIGKILL."""
 
 
 class Ending:
@@ -184,8 +179,7 @@ def test_a_run_of_drawn_options_goes_on_from_every_end_with_drawn_changes(
     seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rng = random.Random(seed)
-    fixed = f"run.dir={tmp_path}", "run.name=run", f"weights.dir={tmp_path}", f"run.seed={seed}"
-    drawn = draw(rng, tmp_path, *fixed)
+    drawn = draw(rng, tmp_path, seed)
     print(*drawn.changes, sep="\n")
     ending = Ending(monkeypatch)
     launches = Launches(drawn.config, drawn.run_dir, rng)
@@ -199,10 +193,7 @@ def test_a_run_of_drawn_options_goes_on_from_every_end_with_drawn_changes(
 
 def _check_rows(run_dir: Path) -> None:
     """Every lineage counts its steps without a gap, and so does the line that counts."""
-    path = run_dir / "metrics.jsonl"
-    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    for row in rows:
-        assert not row.get("non_finite"), f"step {row.get('step')}: {row['non_finite']}"
+    rows = finite_rows(run_dir)
     taken = [row for row in rows if "stage_kind" in row]
     for lineage in {row["lineage"] for row in taken}:
         steps = [row["step"] for row in taken if row["lineage"] == lineage]

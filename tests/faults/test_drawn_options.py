@@ -5,14 +5,13 @@
 What a take was is a function of what is on disk: every repeated take trains bitwise the same.
 """
 
-import json
 import os
 import random
 from pathlib import Path
 from typing import Any
 
 import pytest
-from drawn_options import draw
+from drawn_options import Died, draw, finite_rows
 from invariants import check_run
 from live import check_repeats
 
@@ -25,17 +24,12 @@ RUNS = int(os.environ.get("FAULT_RUNS", "16"))
 DEATHS = 3
 
 
-class Died(Exception):
-    """Stands for SIGKILL."""
-
-
 @pytest.mark.parametrize("seed", range(RUNS))
 def test_a_run_of_drawn_options_ends_whole_after_every_death(
     seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rng = random.Random(seed)
-    fixed = f"run.dir={tmp_path}", "run.name=run", f"weights.dir={tmp_path}", f"run.seed={seed}"
-    drawn = draw(rng, tmp_path, *fixed)
+    drawn = draw(rng, tmp_path, seed)
     print(*drawn.changes, *drawn.refused, sep="\n")
     deaths = sorted(rng.sample(range(9), DEATHS))
     write = StepRows.write
@@ -59,7 +53,4 @@ def test_a_run_of_drawn_options_ends_whole_after_every_death(
     assert code in (0, None)
     check_run(drawn.run_dir)
     check_repeats(drawn.run_dir)
-    for line in (drawn.run_dir / "metrics.jsonl").read_text().splitlines():
-        row = json.loads(line)
-        wrong = row.get("non_finite")
-        assert not wrong, f"step {row.get('step')}: {wrong}"
+    finite_rows(drawn.run_dir)

@@ -183,13 +183,13 @@ def test_ten_thousand_bad_messages_are_refused_and_nobody_else_notices(
     for _ in range(BATCH):  # buffers, caches and logs have their size after these
         assert isinstance(attacked.attack(mutated(valid, rng)), Reject)
     before = process.memory_info().rss
-    slowest_s, refused = 0.0, 0
+    seconds, refused = list[float](), 0
     for number in range(1000, 1000 + FRAMES // BATCH):
         for _ in range(BATCH):
             attacked.raw.send_multipart(mutated(valid, rng))
         began = fair_time()
         assert isinstance(attacked.ask(StatusRequest()), StatusReply)
-        slowest_s = max(slowest_s, fair_time() - began)
+        seconds.append(fair_time() - began)
         # those without a readable id share a reply, so a question of the same socket ends them
         attacked.raw.send_multipart(frames_of(StatusRequest(), number=number))
         while (envelope := attacked.answer()).message_id != number:
@@ -199,9 +199,10 @@ def test_ten_thousand_bad_messages_are_refused_and_nobody_else_notices(
         assert isinstance(envelope.message, StatusReply)
     assert refused >= FRAMES // BATCH
     growth = process.memory_info().rss - before
+    *_, slow_s, slowest_s = sorted(seconds)
     print(f"{FRAMES} frames, memory +{growth / (1 << 20):.1f} MB, slowest STATUS {slowest_s:.2f} s")
     assert growth < GROWTH_BYTES
-    assert slowest_s < 20.0
+    assert slow_s < 5.0, "a machine that stands still delays one"
     assert attacked.ask(StatusRequest()).status["ledger"] == ledger
     reply = attacked.ask(Push(trajectory=trajectory(ticket, 0)))
     assert isinstance(reply, messages.Ack), "the member was still wanted"

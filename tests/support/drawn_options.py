@@ -3,6 +3,7 @@
 Runs of the recipes take seconds. `OPTIONS` are keys with values that differ from the defaults.
 """
 
+import json
 import random
 import re
 import zlib
@@ -137,6 +138,15 @@ def varied_reward(episode: JudgedEpisode) -> float:
     return (zlib.crc32("".join(turn.text for turn in episode.turns).encode()) % 5) / 4
 
 
+def finite_rows(run_dir: Path) -> list[dict[str, Any]]:
+    """The rows of the metrics of a run, all of which are finite."""
+    path = run_dir / "metrics.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    for row in rows:
+        assert not row.get("non_finite"), f"step {row.get('step')}: {row['non_finite']}"
+    return rows
+
+
 @dataclass
 class Drawn:
     """A configuration that is accepted. `refused`: the refusals of what was drawn before."""
@@ -147,13 +157,18 @@ class Drawn:
     refused: list[str]
 
 
-def draw(rng: random.Random, directory: Path, *fixed: str) -> Drawn:
+class Died(Exception):
+    """Stands for SIGKILL."""
+
+
+def draw(rng: random.Random, directory: Path, seed: int) -> Drawn:
     """Draw a configuration and make its run directory in `directory`, as the command does.
 
-    An option that is refused is dropped; without one the base has another kind of stages.
-    AssertionError for a refusal that names no key.
+    `seed`: that of the run. An option that is refused is dropped; without one the base has another
+    kind of stages. AssertionError for a refusal that names no key.
     """
     recipe, refused = directory / "recipe.yaml", list[str]()
+    fixed = f"run.dir={directory}", "run.name=run", f"weights.dir={directory}", f"run.seed={seed}"
     keys = rng.sample(sorted(OPTIONS), rng.randint(SOME // 2, 2 * SOME))
     values = {key: rng.choice(OPTIONS[key]) for key in keys}
     own = {key for key in keys if key.startswith(OWN) and rng.random() < 0.2}

@@ -304,8 +304,9 @@ def test_pauses_grow(monkeypatch: pytest.MonkeyPatch) -> None:
     with OpenAIServer(otherwise=fail) as server:
         assert with_endpoint(settings(server.url, retries=3), use) == "status"
     pauses = [after - before for before, after in pairwise(times)]
-    for attempt, pause in enumerate(pauses):  # jitter: half to one and a half
-        assert 0.05 * 2**attempt <= pause < 0.15 * 2**attempt + 20.0
+    units = [pause / 2**attempt for attempt, pause in enumerate(pauses)]
+    assert min(units) >= 0.05, "jitter: half to one and a half"
+    assert min(units) < 0.4, "a machine that stands still lengthens some"
     assert len(pauses) == 3
 
 
