@@ -236,9 +236,10 @@ class TorchEngine:
         """Return the slots of the next forward, ascending, and their numbers of tokens."""
         pending = self._slots.total - self._slots.cached
         behind = np.flatnonzero(self._active & (pending > 1))
-        self._stats["reused"] += self._slots.borrow(behind[self._searching[behind]])
-        pending = self._slots.total - self._slots.cached
-        behind = behind[pending[behind] > 1]
+        if len(behind):
+            self._stats["reused"] += self._slots.borrow(behind[self._searching[behind]])
+            pending = self._slots.total - self._slots.cached
+            behind = behind[pending[behind] > 1]
         if not len(behind):
             slots = np.flatnonzero(self._active)
             return slots, np.ones(len(slots), np.int64)
@@ -275,7 +276,9 @@ class TorchEngine:
         tokens_B, logprobs_B = sample(logits_BV, temperatures, uniforms)
         self._stats["generated"] += len(runs)
         self._stats["stale"] += self._slots.stale(slots)
-        drawn = zip(slots.tolist(), runs, tokens_B.tolist(), logprobs_B.tolist(), strict=True)
+        tokens = tokens_B.tolist()
+        self._slots.append(slots, np.array(tokens))
+        drawn = zip(slots.tolist(), runs, tokens, logprobs_B.tolist(), strict=True)
         for slot, run, token, logprob in drawn:
             if not math.isfinite(logprob):
                 # Broken weights: stop sampling and erase their KV.
@@ -288,7 +291,6 @@ class TorchEngine:
             out.tokens.append(token)
             out.logprobs.append(logprob)
             out.weights.append(weights)
-            self._slots.append(slot, token)
             if token in run.request.stop_tokens or (
                 token in run.completers and self._stops.found(out.tokens, run.request.stop_strings)
             ):

@@ -2,9 +2,11 @@
 
 On small models the overhead of transformers' modules exceeds the time of their operations. This
 module runs the same operations, fused if torch has a kernel; a conformance test compares the two.
+With few tokens, making tensors and views takes as long as computing, so the layers share theirs
+(`_Work`).
 
-`N` tokens, of `B` rows with `Q` new tokens each, `H` heads, `D` head size, `M` hidden size, `T`
-columns of context.
+`N` tokens, of `B` rows with `Q` new tokens each, `H` heads, `D` head size, `M` hidden size, `G`
+gates, `T` columns of context.
 """
 
 from dataclasses import dataclass
@@ -16,7 +18,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from actors.engines.decoding.kv_slots import Slots
-from actors.engines.decoding.linears import Linears
+from actors.engines.decoding.linears import Linear, Linears
 from evolver_async.memory.bounds import MAX_COPIED
 
 ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
@@ -30,10 +32,110 @@ class _Layer:
     norm: Tensor
     inner: Linears  # to queries, keys and values
     head_norms: Tensor | None  # [heads of queries and keys, D]
-    out: Linears
+    out: Linear
     mlp_norm: Tensor
     gates: Linears  # to the gate and what it multiplies
-    down: Linears
+    down: Linear
+
+
+class _RmsNorm:
+    """x / rms(x) * weight in fewer passes than torch's function, which is not fused on CPU."""
+
+    def __init__(self, eps: Tensor, kept: bool) -> None:
+        self._eps, self._kept = eps, kept
+        self._scale: Tensor | None = None
+        self._scaled: Tensor | None = None
+
+    def __call__(self, x: Tensor, weight: Tensor) -> Tensor:
+        scale = torch.linalg.vector_norm(
+            x, dim=-1, keepdim=True, dtype=torch.float32, out=self._scale
+        )
+        torch.addcmul(self._eps, scale, scale, value=1 / x.shape[-1], out=scale).rsqrt_()
+        scaled = torch.mul(x, scale, out=self._scaled)
+        if self._kept:
+            self._scale, self._scaled = scale, scaled
+        return scaled.mul_(weight).to(x.dtype)
+
+
+class _Heads:
+    """Views of a layer's queries, keys and values [N, H * D]."""
+
+    def __init__(self, inner_NM: Tensor, rows: int, queries: int, keys: int) -> None:
+        self.whole_NM = inner_NM
+        heads_NHD = inner_NM.unflatten(1, (queries + 2 * keys, -1))
+        self.turned_NHD = heads_NHD[:, : queries + keys]
+        self.stored_N2HD = heads_NHD[:, queries:].unflatten(1, (2, -1))
+        self.query_BHQD = heads_NHD[:, :queries].unflatten(0, (rows, -1)).transpose(1, 2)
+
+
+class _Rolled:
+    """Memory for a tensor whose halves along the last dimension have changed places."""
+
+    def __init__(self, source: Tensor) -> None:
+        self.source, self.whole = source, torch.empty_like(source)
+        self._halves = *source.chunk(2, -1), *self.whole.chunk(2, -1)
+
+    def fill(self) -> Tensor:
+        first, second, to_first, to_second = self._halves
+        to_first.copy_(second)
+        to_second.copy_(first)
+        return self.whole
+
+
+class _Gates:
+    """Memory for the gates [N, G] of a layer and their products [N, G / 2]."""
+
+    def __init__(self, whole_NG: Tensor) -> None:
+        self.whole_NG = whole_NG
+        self._gate, self._up = whole_NG.chunk(2, 1)
+        self._products = torch.empty_like(self._up)
+
+    def products(self) -> Tensor:
+        return torch.mul(F.silu(self._gate, inplace=True), self._up, out=self._products)
+
+
+class _Work:
+    """The operations of the layers of one forward.
+
+    `kept`: what the first layer makes is memory for the others and for later forwards. With many
+    tokens, new tensors are faster: memory that was just freed is still in the processor's cache.
+    """
+
+    def __init__(self, rows: int, queries: int, keys: int, eps: Tensor, kept: bool) -> None:
+        self.rows = rows
+        self._queries, self._keys, self._kept = queries, keys, kept
+        self.norm, self._head_norm = _RmsNorm(eps, kept), _RmsNorm(eps, kept)
+        self._heads: _Heads | None = None
+        self._rolled: _Rolled | None = None
+        self._gates: _Gates | None = None
+
+    def heads(self, layer: _Layer, x_NM: Tensor, cos_N1D: Tensor, sin_N1D: Tensor) -> _Heads:
+        """Compute queries and keys, rotated, and values."""
+        heads = self._heads
+        inner_NM = layer.inner(x_NM, None if heads is None else heads.whole_NM)
+        if heads is None or heads.whole_NM is not inner_NM:
+            heads = _Heads(inner_NM, self.rows, self._queries, self._keys)
+        both_NHD = turned_NHD = heads.turned_NHD
+        if layer.head_norms is not None:
+            both_NHD = self._head_norm(both_NHD, layer.head_norms)
+        rolled = self._rolled
+        if rolled is None or rolled.source is not both_NHD:
+            rolled = _Rolled(both_NHD)
+        rolled_NHD = rolled.fill().mul_(sin_N1D)
+        torch.addcmul(rolled_NHD, both_NHD, cos_N1D, out=turned_NHD)
+        if self._kept:
+            self._heads, self._rolled = heads, rolled
+        return heads
+
+    def gated(self, layer: _Layer, x_NM: Tensor) -> Tensor:
+        """Compute what the gates let pass [N, G / 2]."""
+        gates = self._gates
+        whole_NG = layer.gates(x_NM, None if gates is None else gates.whole_NG)
+        if gates is None or gates.whole_NG is not whole_NG:
+            gates = _Gates(whole_NG)
+        if self._kept:
+            self._gates = gates
+        return gates.products()
 
 
 class FusedDecoder:
@@ -49,10 +151,9 @@ class FusedDecoder:
         self._decoder: Any = model.base_model
         self._head_module: Any = model.get_output_embeddings()
         self._eps = torch.tensor(config.rms_norm_eps, device=model.device)
-        self._head_dim = self._decoder.layers[0].self_attn.head_dim
         self._queries = config.num_attention_heads
         self._keys = config.num_key_value_heads
-        self._embed, self._norm = self._decoder.embed_tokens.weight, self._decoder.norm.weight
+        self._work: _Work | None = None  # of the last decoding step
         small = sum(one.numel() for one in model.parameters()) <= MAX_COPIED
         self._copied = small and model.device.type == "cpu"
         self.renew()
@@ -60,8 +161,8 @@ class FusedDecoder:
         with torch.no_grad():
             cos, sin = self._decoder.rotary_emb(self._embed, positions)
         # (x rolled by half a head) * self._sin == rotate_half(x) * sin
-        first, second = sin[0].chunk(2, -1)
-        self._cos, self._sin = cos[0], torch.cat([-first, second], -1)
+        first_half, second_half = sin[0].chunk(2, -1)
+        self._cos, self._sin = cos[0], torch.cat([-first_half, second_half], -1)
 
     @staticmethod
     def fits(model: PreTrainedModel) -> bool:
@@ -73,20 +174,23 @@ class FusedDecoder:
     @torch.inference_mode()
     def renew(self) -> None:
         """Read the module's weights, which have changed."""
-        self.head = Linears([self._head_module], self._copied)
+        self._embed = self._decoder.embed_tokens.weight
+        self._norm = self._decoder.norm.weight
+        self.head = Linear(self._head_module.weight, self._head_module.bias, self._copied)
         self._layers = [self._layer(layer) for layer in self._decoder.layers]
 
     def _layer(self, layer: Any) -> _Layer:
         attention, mlp = layer.self_attn, layer.mlp
         inner = [attention.q_proj, attention.k_proj, attention.v_proj]
+        out, down = attention.o_proj, mlp.down_proj
         return _Layer(
             norm=layer.input_layernorm.weight,
             inner=Linears(inner, self._copied),
             head_norms=self._head_norms(attention),
-            out=Linears([attention.o_proj], self._copied),
+            out=Linear(out.weight, out.bias, self._copied),
             mlp_norm=layer.post_attention_layernorm.weight,
             gates=Linears([mlp.gate_proj, mlp.up_proj], self._copied),
-            down=Linears([mlp.down_proj], self._copied),
+            down=Linear(down.weight, down.bias, self._copied),
         )
 
     def _head_norms(self, attention: Any) -> Tensor | None:
@@ -98,7 +202,9 @@ class FusedDecoder:
     def __call__(
         self, input_ids: Tensor, position_ids: Tensor, attention_mask: Tensor, slots: Slots
     ) -> Tensor:
+        """Return the hidden states, which the next call may overwrite."""
         rows, length = input_ids.shape
+        work = self._work_on(rows, length)
         x_NM = F.embedding(input_ids.view(-1), self._embed)
         cos_N1D = self._cos[position_ids.view(-1)].unsqueeze(1)
         sin_N1D = self._sin[position_ids.view(-1)].unsqueeze(1)
@@ -107,15 +213,22 @@ class FusedDecoder:
         if folded and length > 1:
             attention_mask = attention_mask.repeat(1, 1, shared, 1)
         for index, layer in enumerate(self._layers):
-            inner_NHD = self._inner(layer, x_NM, cos_N1D, sin_N1D)
-            keys_BHTD, values_BHTD = slots.store(inner_NHD[:, self._queries :], index)
-            query_NHD = inner_NHD[:, : self._queries]
-            query_BHQD = query_NHD.unflatten(0, (rows, length)).transpose(1, 2)
-            mixed_BHQD = self._attend(query_BHQD, keys_BHTD, values_BHTD, attention_mask, folded)
-            x_NM = x_NM + layer.out(mixed_BHQD.transpose(1, 2).flatten(2).flatten(0, 1))
-            gate, up = layer.gates(_rms_norm(x_NM, layer.mlp_norm, self._eps)).chunk(2, 1)
-            x_NM = x_NM + layer.down(F.silu(gate).mul_(up))
-        return _rms_norm(x_NM, self._norm, self._eps).unflatten(0, (rows, length))
+            heads = work.heads(layer, work.norm(x_NM, layer.norm), cos_N1D, sin_N1D)
+            keys_BHTD, values_BHTD = slots.store(heads.stored_N2HD, index)
+            mixed_BHQD = self._attend(
+                heads.query_BHQD, keys_BHTD, values_BHTD, attention_mask, folded
+            )
+            layer.out.add(mixed_BHQD.transpose(1, 2).reshape(len(x_NM), -1), x_NM)
+            layer.down.add(work.gated(layer, work.norm(x_NM, layer.mlp_norm)), x_NM)
+        return work.norm(x_NM, self._norm).unflatten(0, (rows, length))
+
+    def _work_on(self, rows: int, length: int) -> _Work:
+        """Return the operations of a forward; those of the last decoding step are kept."""
+        if length > 1:
+            return _Work(rows, self._queries, self._keys, self._eps, kept=False)
+        if self._work is None or self._work.rows != rows:
+            self._work = _Work(rows, self._queries, self._keys, self._eps, kept=True)
+        return self._work
 
     def _attend(
         self, query_BHQD: Tensor, key: Tensor, value: Tensor, mask: Tensor, folded: bool
@@ -128,28 +241,9 @@ class FusedDecoder:
         as long for single tokens, and .8 times for a prompt.
         """
         attend = F.scaled_dot_product_attention
-        if not folded:
-            return attend(query_BHQD, key, value, mask, enable_gqa=self._queries != self._keys)
         heads = self._keys, self._queries // self._keys
+        if not folded:
+            return attend(query_BHQD, key, value, mask, enable_gqa=heads[1] > 1)
         queries = query_BHQD.unflatten(1, heads).flatten(2, 3)
         mixed = attend(queries, key, value, mask)
         return mixed.unflatten(2, (heads[1], query_BHQD.shape[2])).flatten(1, 2)
-
-    def _inner(self, layer: _Layer, x_NM: Tensor, cos_N1D: Tensor, sin_N1D: Tensor) -> Tensor:
-        """Return queries and keys, rotated, and values [N, H, D]."""
-        inner_NM = layer.inner(_rms_norm(x_NM, layer.norm, self._eps))
-        inner_NHD = inner_NM.unflatten(1, (-1, self._head_dim))
-        both_NHD = turned_NHD = inner_NHD[:, : self._queries + self._keys]
-        if layer.head_norms is not None:
-            both_NHD = _rms_norm(both_NHD, layer.head_norms, self._eps)
-        rolled_NHD = both_NHD.roll(self._head_dim // 2, -1).mul_(sin_N1D)
-        torch.addcmul(rolled_NHD, both_NHD, cos_N1D, out=turned_NHD)
-        return inner_NHD
-
-
-def _rms_norm(x: Tensor, weight: Tensor, eps: Tensor) -> Tensor:
-    """Compute x / rms(x) * weight, in fewer passes than torch's function, unfused on CPU."""
-    size = x.shape[-1]
-    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
-    scale = torch.addcmul(eps, norm, norm, value=1 / size).rsqrt_()
-    return (x * scale).mul_(weight).to(x.dtype)

@@ -24,12 +24,12 @@ class Slots(Cache):
     """KV of all slots as a transformers cache, with its tokens.
 
     tokens int32[S, max_length]: context of each slot; total[S]: its length; cached[S]: number of
-    its tokens with valid KV. A layer has a pool of shape [S, max_length + 1, 2, heads, head size],
-    keys before values; padding is written to the last column, which is never read.
+    its tokens with valid KV. A layer has a pool [S * (max_length + 1), 2, heads, head size], keys
+    before values; padding is written to the last column of a slot, which is never read.
 
     `keep`: KV stays valid over weight updates. epoch: number of updates so far; epochs int32[S,
-    max_length]: the least epoch that the KV of the slot up to each token depends on; oldest[S]: the
-    least epoch whose KV the slot may use.
+    max_length + 1]: the least epoch that the KV of the slot up to each token depends on; oldest[S]:
+    the least epoch whose KV the slot may use.
     """
 
     def __init__(
@@ -41,13 +41,15 @@ class Slots(Cache):
         self.cached = np.zeros(slots, np.int64)
         self._keep = keep
         self.epoch = 0
-        self.epochs = np.zeros((slots, max_length), np.int32)
+        self.epochs = np.zeros((slots, max_length + 1), np.int32)
         self.oldest = np.zeros(slots, np.int32)
+        self._apart = np.zeros(slots, bool)  # slots of which no two have equal tokens
         self._dtype, self._device = dtype, device
         self._pools: list[Tensor] = []
         self._write_N = torch.zeros(0, dtype=torch.long)  # places of the batch's tokens in a pool
-        self._rows: slice | Tensor = slice(0)
+        self._rows: slice | Tensor = slice(0)  # what the batch reads
         self._columns = 0
+        self._views: list[tuple[Tensor, Tensor]] = []  # of each layer, if adjacent rows are read
 
     @property
     def max_length(self) -> int:
@@ -61,12 +63,13 @@ class Slots(Cache):
         known = int(self._usable(np.array([slot]), np.array([slot]), known)[0, 0])
         self.tokens[slot, known : len(context)] = context[known:]
         self.total[slot], self.cached[slot] = len(context), known
+        self._apart[slot] = False
         return known
 
-    def append(self, slot: int, token: int) -> None:
-        """Add a sampled token, whose KV the next forward writes."""
-        self.tokens[slot, self.total[slot]] = token
-        self.total[slot] += 1
+    def append(self, slots: np.ndarray, tokens: np.ndarray) -> None:
+        """Add a sampled token to each slot, whose KV the next forward writes."""
+        self.tokens[slots, self.total[slots]] = tokens
+        self.total[slots] += 1
 
     def common(self, slots_K: np.ndarray, others_O: np.ndarray) -> np.ndarray:
         """Return the lengths [K, O] of the prefixes that slots' tokens, except the last ones, share
@@ -111,15 +114,18 @@ class Slots(Cache):
             for rows in (read, written)
         )
         for pool in self._pools:
-            flat = pool.flatten(0, 1)
-            flat.index_copy_(0, write_index, flat.index_select(0, read_index))
+            pool.index_copy_(0, write_index, pool.index_select(0, read_index))
 
     def distinct(self, slots: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the places of the slots whose next `counts` tokens have to be computed, and for
         every slot the one among them that computes the same.
 
-        The same is what reads the same tokens over KV of the present weights alone.
+        The same is what reads the same tokens over KV of the present weights alone. Slots that were
+        distinct stay so while tokens are only added.
         """
+        if self._apart[slots].all():
+            everyone = np.arange(len(slots))
+            return everyone, everyone
         known: dict[tuple[int, bytes, int], int] = {}
         firsts, same_B = list[int](), np.empty(len(slots), np.int64)
         cached_B, mixed_B = self.cached[slots], np.full(len(slots), -1)
@@ -132,6 +138,9 @@ class Slots(Cache):
             same_B[place] = known.setdefault(content, len(firsts))
             if same_B[place] == len(firsts):
                 firsts.append(place)
+        if counts.max() == 1:  # whole contexts were compared
+            self._apart[:] = False
+            self._apart[slots[firsts]] = True
         return np.array(firsts), same_B
 
     def write(
@@ -139,9 +148,9 @@ class Slots(Cache):
     ) -> None:
         """Note the KV of the slots' next `counts` tokens, which the first of `distinct` slots have
         computed; the others copy it."""
-        from_B = slots[firsts][same_B]
-        copies = np.flatnonzero(from_B != slots)
-        if len(copies):
+        if len(firsts) < len(slots):
+            from_B = slots[firsts][same_B]
+            copies = np.flatnonzero(from_B != slots)
             to_K = slots[copies]
             self._copy(from_B[copies], to_K, self.cached[to_K], counts[copies])
         self.cached[slots] += counts
@@ -190,64 +199,79 @@ class Slots(Cache):
         """
         low, span = int(slots[0]), int(slots[-1] - slots[0]) + 1
         longest = int(counts.max())
-        if span <= (len(slots) * 1.5 if longest == 1 else len(slots)):
+        rows, index, new = slots, np.arange(len(slots)), counts
+        adjacent = span <= (len(slots) * 1.5 if longest == 1 else len(slots))
+        if adjacent and span > len(slots):
             rows, index = np.arange(low, low + span), slots - low
             new = np.zeros(span, np.int64)
             new[index] = counts
-            self._rows = slice(low, low + span)
-        else:
-            rows, index, new = slots, np.arange(len(slots)), counts
-            self._rows = torch.from_numpy(slots).to(self._device)
         offsets_Q = np.arange(longest)
-        positions_BQ = self.cached[rows, None] + offsets_Q
-        fresh_BQ = offsets_Q < new[:, None]
+        positions_BQ = columns_BQ = self.cached[rows, None] + offsets_Q
+        if longest > 1 or len(rows) > len(slots):  # with padding
+            columns_BQ = np.where(offsets_Q < new[:, None], positions_BQ, self.max_length)
+            positions_BQ = np.minimum(positions_BQ, self.max_length - 1)
         if self._keep:
-            oldest = np.repeat(self._oldest_before(rows, self.cached[rows]), new)
-            self.epochs[np.repeat(rows, new), positions_BQ[fresh_BQ]] = oldest
-        columns_BQ = np.where(fresh_BQ, positions_BQ, self.max_length)
-        positions_BQ = np.minimum(positions_BQ, self.max_length - 1)
+            oldest_B1 = self._oldest_before(rows, self.cached[rows])[:, None]
+            self.epochs[rows[:, None], columns_BQ] = oldest_B1
         write_BQ = rows[:, None] * (self.max_length + 1) + columns_BQ
-        self._write_N = torch.from_numpy(write_BQ.ravel()).to(self._device)
+        self._write_N = self._on_device(write_BQ.ravel())
         needed = int((self.cached[slots] + counts).max())
-        self._columns = min(-(-needed // COLUMNS) * COLUMNS, self.max_length)
+        columns = min(-(-needed // COLUMNS) * COLUMNS, self.max_length)
+        self._read(slice(low, low + span) if adjacent else self._on_device(rows), columns)
         ids_BQ = self.tokens[rows[:, None], positions_BQ].astype(np.int64)
-        hidden_B1QT = np.arange(self._columns) > positions_BQ[:, None, :, None]
-        mask_B1QT = torch.from_numpy(np.where(hidden_B1QT, HIDDEN, SEEN))
+        hidden_B1QT = np.arange(columns) > positions_BQ[:, None, :, None]
+        mask_B1QT = self._on_device(np.where(hidden_B1QT, HIDDEN, SEEN))
         return {
-            "rows": torch.from_numpy(index).to(self._device),
-            "input_ids": torch.from_numpy(ids_BQ).to(self._device),
-            "position_ids": torch.from_numpy(positions_BQ).to(self._device),
-            "attention_mask": mask_B1QT.to(self._device, self._dtype),
+            "rows": self._on_device(index),
+            "input_ids": self._on_device(ids_BQ),
+            "position_ids": self._on_device(positions_BQ),
+            "attention_mask": mask_B1QT.to(self._dtype),
         }
+
+    def _on_device(self, array: np.ndarray) -> Tensor:
+        return torch.from_numpy(array).to(self._device)
+
+    def _read(self, rows: slice | Tensor, columns: int) -> None:
+        """Choose the rows and the number of columns that the next forward attends to."""
+        if isinstance(rows, Tensor) or rows != self._rows or columns != self._columns:
+            self._views.clear()
+        self._rows, self._columns = rows, columns
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: object, **__: object
     ) -> tuple[Tensor, Tensor]:
         """Store new keys and values and return all to attend to; called by the model."""
         states_BHQD = torch.cat([key_states, value_states], 1)
-        return self.store(states_BHQD.transpose(1, 2).flatten(0, 1), layer_idx)
+        states_NHD = states_BHQD.transpose(1, 2).flatten(0, 1)
+        return self.store(states_NHD.unflatten(1, (2, -1)), layer_idx)
 
-    def store(self, states_NHD: Tensor, layer: int) -> tuple[Tensor, Tensor]:
-        """Store the batch's new keys and, in the heads after theirs, values.
+    def store(self, states_N2HD: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+        """Store the batch's new keys and values.
 
         Return all keys and values [B, heads, T, head size] to attend to.
         """
-        states_N2HD = states_NHD.unflatten(1, (2, -1))
         if layer == len(self._pools):
             # zeros, because masked values must be finite too
-            shape = len(self.total), self.max_length + 1, *states_N2HD.shape[1:]
-            self._pools.append(states_NHD.new_zeros(shape))
+            places = len(self.total) * (self.max_length + 1)
+            self._pools.append(states_N2HD.new_zeros(places, *states_N2HD.shape[1:]))
         pool = self._pools[layer]
-        pool.flatten(0, 1).index_copy_(0, self._write_N, states_N2HD)
-        if isinstance(self._rows, slice):
-            read = pool[self._rows, : self._columns]
-        else:
-            read = pool[:, : self._columns].index_select(0, self._rows)
-        keys, values = read.permute(2, 0, 3, 1, 4).unbind()
-        return keys, values
+        pool.index_copy_(0, self._write_N, states_N2HD)
+        if layer < len(self._views):
+            return self._views[layer]
+        read = pool.unflatten(0, (len(self.total), -1))
+        if isinstance(self._rows, Tensor):
+            gathered = read[:, : self._columns].index_select(0, self._rows)
+            return _keys_and_values(gathered)
+        self._views.append(_keys_and_values(read[self._rows, : self._columns]))
+        return self._views[layer]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self._columns
+
+
+def _keys_and_values(read_BT2HD: Tensor) -> tuple[Tensor, Tensor]:
+    keys_BHTD, values_BHTD = read_BT2HD.permute(2, 0, 3, 1, 4).unbind()
+    return keys_BHTD, values_BHTD
 
 
 def check_attention(config: PretrainedConfig, max_length: int) -> None:
