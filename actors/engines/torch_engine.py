@@ -256,10 +256,10 @@ class TorchEngine:
         if counts.max() > 1:
             self._stats["prefilled"] += float(ran.sum())
             self._stats["reused"] += float(counts.sum() - ran.sum())
-        inputs = self._slots.batch(slots[firsts], ran)
-        ends = inputs.pop("rows"), torch.from_numpy(ran - 1).to(self._model.device)
-        hidden_BQD = self._forward_pass(self._slots, inputs)
-        logits_BV = self._forward_pass.head(hidden_BQD[ends]).float()
+        inputs, last = self._slots.batch(slots[firsts], ran)
+        hidden_ND = self._forward_pass(self._slots, inputs).flatten(0, 1)
+        last_BD = hidden_ND if last is None else hidden_ND[last]
+        logits_BV = self._forward_pass.head(last_BD).float()
         self._slots.write(slots, counts, firsts, same_B)
         if len(firsts) < len(slots):
             logits_BV = logits_BV[torch.from_numpy(same_B).to(logits_BV.device)]

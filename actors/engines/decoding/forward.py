@@ -19,7 +19,10 @@ class SlotModel:
         self._fused = FusedDecoder(model, max_length) if FusedDecoder.fits(model) else None
 
     def __call__(self, slots: Slots, inputs: dict[str, Tensor]) -> Tensor:
-        """Run the inputs of `Slots.batch`, without `rows`; return the hidden states [B, Q, D]."""
+        """Run the inputs of `Slots.batch`; return the hidden states [B, Q, D].
+
+        The next call may overwrite them.
+        """
         if self._fused is not None:
             return self._fused(**inputs, slots=slots)
         return self._decoder(**inputs, past_key_values=slots, use_cache=True).last_hidden_state
@@ -38,8 +41,7 @@ class SlotModel:
         """Compute the log-prob of each token but the first in a slot of its own."""
         slots = Slots(1, len(tokens), self._model.dtype, self._model.device, keep=False)
         slots.assign(0, np.asarray(tokens, np.int32))
-        inputs = slots.batch(np.zeros(1, np.int64), slots.total)
-        del inputs["rows"]
+        inputs, _ = slots.batch(np.zeros(1, np.int64), slots.total)
         logits_QV = self.head(self(slots, inputs)[0, :-1]).float()
         targets_Q1 = torch.tensor(tokens[1:], device=logits_QV.device)[:, None]
         return logits_QV.log_softmax(-1).gather(1, targets_Q1)[:, 0].tolist()

@@ -9,6 +9,7 @@ With few tokens, making tensors and views takes as long as computing, so the lay
 gates, `T` columns of context.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,18 +69,21 @@ class _Heads:
         self.query_BHQD = heads_NHD[:, :queries].unflatten(0, (rows, -1)).transpose(1, 2)
 
 
-class _Rolled:
-    """Memory for a tensor whose halves along the last dimension have changed places."""
+class _Rotation:
+    """Rotation of queries and keys [N, H, D] by their positions."""
 
-    def __init__(self, source: Tensor) -> None:
-        self.source, self.whole = source, torch.empty_like(source)
-        self._halves = *source.chunk(2, -1), *self.whole.chunk(2, -1)
+    def __init__(self, source_NHD: Tensor, to_NHD: Tensor) -> None:
+        """Take what is rotated and where to; both may be the same."""
+        self.source_NHD, self._to_NHD = source_NHD, to_NHD
+        self._first, self._second = source_NHD.chunk(2, -1)
+        self._rolled_NHD = torch.empty_like(source_NHD)
+        self._to_first, self._to_second = self._rolled_NHD.chunk(2, -1)
 
-    def fill(self) -> Tensor:
-        first, second, to_first, to_second = self._halves
-        to_first.copy_(second)
-        to_second.copy_(first)
-        return self.whole
+    def __call__(self, cos_N1D: Tensor, minus_sin_N1D: Tensor, sin_N1D: Tensor) -> None:
+        """Compute x * cos + rotate_half(x) * sin; take the sines of the two halves."""
+        torch.mul(self._second, minus_sin_N1D, out=self._to_first)
+        torch.mul(self._first, sin_N1D, out=self._to_second)
+        torch.addcmul(self._rolled_NHD, self.source_NHD, cos_N1D, out=self._to_NHD)
 
 
 class _Gates:
@@ -106,25 +110,24 @@ class _Work:
         self._queries, self._keys, self._kept = queries, keys, kept
         self.norm, self._head_norm = _RmsNorm(eps, kept), _RmsNorm(eps, kept)
         self._heads: _Heads | None = None
-        self._rolled: _Rolled | None = None
+        self._rotation: _Rotation | None = None
         self._gates: _Gates | None = None
 
-    def heads(self, layer: _Layer, x_NM: Tensor, cos_N1D: Tensor, sin_N1D: Tensor) -> _Heads:
+    def heads(self, layer: _Layer, x_NM: Tensor, turns: Sequence[Tensor]) -> _Heads:
         """Compute queries and keys, rotated, and values."""
         heads = self._heads
         inner_NM = layer.inner(x_NM, None if heads is None else heads.whole_NM)
         if heads is None or heads.whole_NM is not inner_NM:
             heads = _Heads(inner_NM, self.rows, self._queries, self._keys)
-        both_NHD = turned_NHD = heads.turned_NHD
+        both_NHD = heads.turned_NHD
         if layer.head_norms is not None:
             both_NHD = self._head_norm(both_NHD, layer.head_norms)
-        rolled = self._rolled
-        if rolled is None or rolled.source is not both_NHD:
-            rolled = _Rolled(both_NHD)
-        rolled_NHD = rolled.fill().mul_(sin_N1D)
-        torch.addcmul(rolled_NHD, both_NHD, cos_N1D, out=turned_NHD)
+        rotation = self._rotation
+        if rotation is None or rotation.source_NHD is not both_NHD:
+            rotation = _Rotation(both_NHD, heads.turned_NHD)
+        rotation(*turns)
         if self._kept:
-            self._heads, self._rolled = heads, rolled
+            self._heads, self._rotation = heads, rotation
         return heads
 
     def gated(self, layer: _Layer, x_NM: Tensor) -> Tensor:
@@ -160,9 +163,10 @@ class FusedDecoder:
         positions = torch.arange(max_length, device=model.device)[None]
         with torch.no_grad():
             cos, sin = self._decoder.rotary_emb(self._embed, positions)
-        # (x rolled by half a head) * self._sin == rotate_half(x) * sin
-        first_half, second_half = sin[0].chunk(2, -1)
-        self._cos, self._sin = cos[0], torch.cat([-first_half, second_half], -1)
+        first, second = sin.chunk(2, -1)
+        parts = cos, -first, second
+        self._turns_T1D = torch.cat(parts, -1).transpose(0, 1)
+        self._turn_sizes = [part.shape[-1] for part in parts]
 
     @staticmethod
     def fits(model: PreTrainedModel) -> bool:
@@ -205,15 +209,14 @@ class FusedDecoder:
         """Return the hidden states, which the next call may overwrite."""
         rows, length = input_ids.shape
         work = self._work_on(rows, length)
-        x_NM = F.embedding(input_ids.view(-1), self._embed)
-        cos_N1D = self._cos[position_ids.view(-1)].unsqueeze(1)
-        sin_N1D = self._sin[position_ids.view(-1)].unsqueeze(1)
+        x_NM = torch.embedding(self._embed, input_ids.view(-1))
+        turns = self._turns_T1D[position_ids.view(-1)].split(self._turn_sizes, -1)
         shared = self._queries // self._keys
         folded = shared > 1 and (length == 1 or input_ids.is_cuda)
         if folded and length > 1:
             attention_mask = attention_mask.repeat(1, 1, shared, 1)
         for index, layer in enumerate(self._layers):
-            heads = work.heads(layer, work.norm(x_NM, layer.norm), cos_N1D, sin_N1D)
+            heads = work.heads(layer, work.norm(x_NM, layer.norm), turns)
             keys_BHTD, values_BHTD = slots.store(heads.stored_N2HD, index)
             mixed_BHQD = self._attend(
                 heads.query_BHQD, keys_BHTD, values_BHTD, attention_mask, folded

@@ -43,7 +43,7 @@ class Slots(Cache):
         self.epoch = 0
         self.epochs = np.zeros((slots, max_length + 1), np.int32)
         self.oldest = np.zeros(slots, np.int32)
-        self._apart = np.zeros(slots, bool)  # slots of which no two have equal tokens
+        self._apart = np.zeros(slots, bool)  # slots of which no two compute the same
         self._dtype, self._device = dtype, device
         self._pools: list[Tensor] = []
         self._write_N = torch.zeros(0, dtype=torch.long)  # places of the batch's tokens in a pool
@@ -191,11 +191,14 @@ class Slots(Cache):
         for pool in self._pools:
             pool.zero_()
 
-    def batch(self, slots: np.ndarray, counts: np.ndarray) -> dict[str, Tensor]:
-        """Return the model's inputs for the next `counts` tokens of each slot (ascending).
+    def batch(
+        self, slots: np.ndarray, counts: np.ndarray
+    ) -> tuple[dict[str, Tensor], Tensor | None]:
+        """Return the model's inputs for the next `counts` tokens of each slot (ascending), and the
+        places of the slots' last tokens among all B * Q; None if there are no others.
 
         Adjacent slots are read in place, together with idle rows between them; scattered slots are
-        gathered. `rows` holds the positions of the slots among the rows.
+        gathered.
         """
         low, span = int(slots[0]), int(slots[-1] - slots[0]) + 1
         longest = int(counts.max())
@@ -207,7 +210,9 @@ class Slots(Cache):
             new[index] = counts
         offsets_Q = np.arange(longest)
         positions_BQ = columns_BQ = self.cached[rows, None] + offsets_Q
-        if longest > 1 or len(rows) > len(slots):  # with padding
+        last = None
+        if longest > 1 or len(rows) > len(slots):
+            last = self._on_device(index * longest + counts - 1)
             columns_BQ = np.where(offsets_Q < new[:, None], positions_BQ, self.max_length)
             positions_BQ = np.minimum(positions_BQ, self.max_length - 1)
         if self._keep:
@@ -221,12 +226,12 @@ class Slots(Cache):
         ids_BQ = self.tokens[rows[:, None], positions_BQ].astype(np.int64)
         hidden_B1QT = np.arange(columns) > positions_BQ[:, None, :, None]
         mask_B1QT = self._on_device(np.where(hidden_B1QT, HIDDEN, SEEN))
-        return {
-            "rows": self._on_device(index),
+        inputs = {
             "input_ids": self._on_device(ids_BQ),
             "position_ids": self._on_device(positions_BQ),
             "attention_mask": mask_B1QT.to(self._dtype),
         }
+        return inputs, last
 
     def _on_device(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(self._device)

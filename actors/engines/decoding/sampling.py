@@ -39,7 +39,7 @@ def sample(
         logits_BV = logits_BV / torch.tensor(divisors, device=device)[:, None]
     probs_BV = logits_BV.softmax(-1)
     cdf_BV = probs_BV.cumsum(-1, dtype=torch.float64)
-    uniforms_B = torch.tensor(uniforms, dtype=torch.float64, device=device)
+    uniforms_B = torch.from_numpy(np.array(uniforms)).to(device)
     targets_B1 = uniforms_B[:, None] * cdf_BV[:, -1:]
     tokens_B1 = torch.searchsorted(cdf_BV, targets_B1, right=True).clamp_(max=cdf_BV.shape[1] - 1)
     if greedy:
