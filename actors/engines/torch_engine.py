@@ -258,8 +258,7 @@ class TorchEngine:
             self._stats["reused"] += float(counts.sum() - ran.sum())
         inputs, last = self._slots.batch(slots[firsts], ran)
         hidden_ND = self._forward_pass(self._slots, inputs).flatten(0, 1)
-        last_BD = hidden_ND if last is None else hidden_ND[last]
-        logits_BV = self._forward_pass.head(last_BD).float()
+        logits_BV = self._forward_pass.head(hidden_ND if last is None else hidden_ND[last]).float()
         self._slots.write(slots, counts, firsts, same_B)
         if len(firsts) < len(slots):
             logits_BV = logits_BV[torch.from_numpy(same_B).to(logits_BV.device)]
@@ -277,14 +276,13 @@ class TorchEngine:
         self._stats["generated"] += len(runs)
         self._stats["stale"] += self._slots.stale(slots)
         tokens = tokens_B.tolist()
-        self._slots.append(slots, np.array(tokens))
+        self._slots.append(slots, tokens)
         drawn = zip(slots.tolist(), runs, tokens, logprobs_B.tolist(), strict=True)
         for slot, run, token, logprob in drawn:
             if not math.isfinite(logprob):
-                # Broken weights: stop sampling and erase their KV.
                 self._leave(slot)
                 run.future.set_exception(FloatingPointError(f"weights {self.weights}: {logprob}"))
-                self._slots.erase()
+                self._slots.erase()  # KV of broken weights
                 self._searching |= self._active
                 continue
             out = run.out

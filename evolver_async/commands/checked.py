@@ -2,11 +2,14 @@
 
 import contextlib
 import difflib
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 from evolver_async.config import ConfigError
 from evolver_async.study.directory import DEFINITION
+
+PORT = re.compile(r":\d+$")  # the end of an address
 
 
 @contextlib.contextmanager
@@ -27,12 +30,23 @@ def run_directory(path: Path) -> Path:
     return path.resolve()
 
 
+def directory_of_runs(path: Path) -> Path:
+    """Return a directory that may hold runs. ConfigError for any other path."""
+    if not path.is_dir():
+        raise ConfigError(f"{path}: is not a directory; name the one that holds the runs")
+    if _is_run(path):
+        raise ConfigError(f"{path}: is a run; name the directory that holds it: {path.parent}")
+    return path
+
+
 def _is_run(path: Path) -> bool:
     return (path / "config.yaml").is_file()
 
 
 def _hint(path: Path) -> str:
     """Name the run that a wrong path may mean: of a study, around it, or of a similar name."""
+    if PORT.search(path.name) and not path.exists():
+        return f", did you mean tcp://{path}?"
     if (path / DEFINITION).is_file():
         return f"; it is a study, whose runs are in {path / 'runs'}"
     if _is_run(path.parent):

@@ -8,7 +8,7 @@ import sys
 import time
 from pathlib import Path
 
-from evolver_async.commands.checked import run_directory
+from evolver_async.commands.checked import directory_of_runs, run_directory
 from evolver_async.config import ConfigError
 from evolver_async.config.load import load_written
 from evolver_async.launch.run_directory import RUN, address_of, origin_of
@@ -94,9 +94,7 @@ def _steps(run_dir: Path) -> str:
 
 def list_runs(args: argparse.Namespace) -> int:
     """Print one line per run of a directory, the newest last."""
-    if not args.directory.is_dir():
-        raise ConfigError(f"{args.directory}: is not a directory; name the one that holds the runs")
-    found = runs.listed(args.directory)
+    found = runs.listed(directory_of_runs(args.directory))
     if not found:
         print(f"no runs in {args.directory}")
         return 0

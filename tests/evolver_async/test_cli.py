@@ -759,6 +759,12 @@ def test_a_path_that_is_no_run_directory_is_told_the_run_that_it_may_mean(
     (study := tmp_path / "a_study").mkdir()
     (study / DEFINITION).touch()
     assert refused("watch", study).endswith(f"it is a study, whose runs are in {study}/runs")
+    assert refused("status", "127.0.0.1:3333").endswith("did you mean tcp://127.0.0.1:3333?")
+
+
+def test_the_runs_of_a_run_are_those_beside_it(refused: Refused, run_dir: Path) -> None:
+    said = refused("runs", run_dir)
+    assert said == f"{run_dir}: is a run; name the directory that holds it: {run_dir.parent}"
 
 
 def test_status_says_that_no_buffer_answers(

@@ -66,7 +66,7 @@ class Slots(Cache):
         self._apart[slot] = False
         return known
 
-    def append(self, slots: np.ndarray, tokens: np.ndarray) -> None:
+    def append(self, slots: np.ndarray, tokens: list[int]) -> None:
         """Add a sampled token to each slot, whose KV the next forward writes."""
         self.tokens[slots, self.total[slots]] = tokens
         self.total[slots] += 1
