@@ -1,6 +1,6 @@
 """Throughput of a latency-bound run by its number of actors, scaled live, on either launcher.
 
-    OMP_NUM_THREADS=1 python tests/benchmarks/bench_scaling.py [--actors 1 2 4 8 16] [--launch ray]
+    OMP_NUM_THREADS=1 python tests/benchmarks/bench_scaling.py [KEY=VALUE ...] [--actors 1 4 16]
 
 Each environment step takes a lognormal time (median 2 s, sigma 1). One run is scaled from number to
 number with `evolver-async scale`; then back to 1. Of every number: accepted trajectories and groups
@@ -60,11 +60,11 @@ SETTLE_S = 20.0  # until as many groups of new actors finish as begin
 class Running:
     """A run under measurement."""
 
-    def __init__(self, directory: Path, count: int, launch: str) -> None:
+    def __init__(self, directory: Path, count: int, launch: str, changes: list[str]) -> None:
         recipe = directory / "recipe.yaml"
         recipe.write_text(RECIPE.format(directory=directory, count=count, launch=launch))
         self.run_dir = directory / "run"
-        command = [sys.executable, "-m", "evolver_async.cli", "train", str(recipe)]
+        command = [sys.executable, "-m", "evolver_async.cli", "train", str(recipe), *changes]
         self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
         self.tail = Tail(self.run_dir / "metrics.jsonl")
         self.scaled: list[tuple[float, float]] = []  # when actors joined or left
@@ -142,9 +142,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--actors", type=int, nargs="+", default=[1, 2, 4, 8, 16])
     parser.add_argument("--launch", default="local", choices=("local", "ray"))
-    args = parser.parse_args()
+    parser.add_argument("changes", nargs="*", metavar="KEY=VALUE", help="other settings of the run")
+    args = parser.parse_intermixed_args()
     with tempfile.TemporaryDirectory() as directory:
-        run = Running(Path(directory), args.actors[0], args.launch)
+        run = Running(Path(directory), args.actors[0], args.launch, args.changes)
         try:
             found = {}
             run.wait(args.actors[0])
