@@ -1,4 +1,4 @@
-"""Alerts of a run, <run>/alerts.jsonl: short texts that W&B sends to people.
+"""Alerts of a run, <run>/alerts.jsonl: short texts that W&B sends to people, and the console shows.
 
 Any process of the run's host appends to the file. The upload of the run sends each alert once.
 """
@@ -18,12 +18,16 @@ Level = Literal["INFO", "WARN", "ERROR"]
 log = logging.getLogger(__name__)
 
 
-def alert(directory: Path, title: str, text: str, level: Level = "WARN") -> None:
+def alert(
+    directory: Path, title: str, text: str, level: Level = "WARN", console: bool = False
+) -> None:
     """Append an alert by one write, so that those of several processes stay whole lines.
 
-    A full disk costs the alert, which is then in the log alone, and not the process.
+    `console`: the display of the run shows it, to which nothing else tells it. A full disk costs
+    the alert, which is then in the log alone, and not the process.
     """
-    row = {"title": title[:TITLE_CHARS], "text": text[:TEXT_CHARS], "level": level}
+    row: dict[str, object] = {"title": title[:TITLE_CHARS], "text": text[:TEXT_CHARS]}
+    row |= {"level": level, "console": console}
     try:
         append_row(directory / ALERTS, row)
     except OSError as error:

@@ -89,9 +89,9 @@ class Metrics:
         rows = {name: one.row() for name, one in histograms.items()}
         self.histograms.write({"step": step, "lineage": self.lineage, "histograms": rows})
 
-    def alert(self, title: str, text: str, level: Level = "WARN") -> None:
+    def alert(self, title: str, text: str, level: Level = "WARN", console: bool = False) -> None:
         """Write an alert, of which W&B notifies people if it is enabled."""
-        alert(self.directory, title, text, level)
+        alert(self.directory, title, text, level, console)
 
     def close(self) -> None:
         self.rows.close()

@@ -21,6 +21,7 @@ from rich.live import Live
 
 from evolver_async.config import Config
 from evolver_async.launch.run_directory import EXACT, address_of, facts_of, origin_of
+from evolver_async.metrics.alerts import ALERTS
 from evolver_async.metrics.lineages import current_rows
 from evolver_async.metrics.tail import Tail
 from evolver_async.metrics.wandb_process import url_of
@@ -29,7 +30,7 @@ from evolver_async.transport.client import Rejected
 from evolver_async.watch.runs import END, is_running
 from evolver_async.watch.status import ask
 from evolver_async.watch.throughput import Setup
-from evolver_async.watch.view import ExactValues, View
+from evolver_async.watch.view import SHOWN, ExactValues, View
 
 POLL_S = 0.5
 ASK_S = 2.0  # between two requests for STATUS
@@ -95,10 +96,15 @@ def _show(
     tail = Tail(run_dir / "metrics.jsonl")
     exact = exact_values(run_dir)
     view = View(run_dir.name, steps_of(config, run_dir), exact, Setup.by_stage(config))
+    alerts = Tail(run_dir / ALERTS)
+    told = embedded and config.launch.kind == "serial"  # by the learner's log, in this process
+    earlier = alerts.rows()
     if embedded:
         for row in itertools.chain.from_iterable(tail.pieces()):
             view.feed(row)
             view.feed_alarms(row)
+    else:
+        _print(view.feed_alerts(earlier[-SHOWN:]), live, sys.stderr)
     quiet_since = asked = time.monotonic()
     last, silent = False, False
     while not last:
@@ -115,6 +121,8 @@ def _show(
             if line:
                 _print([line], live)
             _print(view.feed_alarms(row), live, sys.stderr)
+        lines = view.feed_alerts(alerts.rows())
+        _print([] if told else lines, live, sys.stderr)
         quiet = time.monotonic() - quiet_since > QUIET_S
         if config.launch.kind == "serial":  # there is nobody to ask
             silent = quiet

@@ -24,7 +24,7 @@ from evolver_async.watch.status import failures_of, longest_stall, waits_of
 ExactValues = Mapping[tuple[Any, Any], Mapping[str, float]]  # by stage and episodes
 
 REPEAT_S = 30.0  # until a repeated failure is printed again
-SHOWN = 4  # failures, and waiting processes, in a panel
+SHOWN = 4  # failures, alerts and waiting processes, of each, in a panel
 LINE_S = 2.0  # of the run's time between two lines
 BARS = "▁▂▃▄▅▆▇█"
 SPARKS = 40
@@ -59,6 +59,7 @@ class View:
         self.url: str | None = None  # page at W&B
         self.alarms: dict[str, RowKey] = {}  # that fire, and the row in which they began
         self.failures: list[FailureTotal] = []  # the newest first
+        self.alerts: list[str] = []  # that nothing else tells, the newest first
         # count and time by kind and name
         self._printed: dict[tuple[str, str], tuple[int, float]] = {}
         self.line_due_s = 0.0
@@ -155,6 +156,12 @@ class View:
                 lines.append(str(failure))
         return lines
 
+    def feed_alerts(self, rows: list[dict[str, Any]]) -> list[str]:
+        """Add alerts. Return a line for each that nothing else shows."""
+        lines = [f"{one['title']}: {one['text']}" for one in rows if one.get("console")]
+        self.alerts = [*reversed(lines), *self.alerts][:SHOWN]
+        return lines
+
     def panel(self) -> Panel:
         """Format the newest step, the evaluations and what is wrong as a panel."""
         grid = Table.grid(padding=(0, 2))
@@ -173,6 +180,7 @@ class View:
         rows += [("stalled", self.stalled)] if self.stalled else []
         for name, at in self.alarms.items():
             rows.append(("alarm", Text(f"{name} fires since step {at.step}", "yellow")))
+        rows += [("alert", Text(text, "red")) for text in self.alerts]
         for failure in self.failures[:SHOWN]:
             rows.append(("failures", Text(str(failure), "red")))
         rows += [("", text) for text in self.waiting[:SHOWN]]

@@ -33,7 +33,7 @@ class BadSteps:
         self.told.add(cause)
         log.error("take %d: %s", take, cause)
         if self.writes:
-            alert(self.run_dir, "not finite", f"take {take}: {cause}", "ERROR")
+            alert(self.run_dir, "not finite", f"take {take}: {cause}", "ERROR", console=True)
 
     def skipped(self, state: LearnerState, what: str, cause: str, values: Iterable[object]) -> None:
         """Count a skipped step and write the arrays of `values`. TrainingError after several.
@@ -47,7 +47,7 @@ class BadSteps:
         log.error("step skipped: %s", text)
         if self.writes:
             write_bad_step(path, values, keep=self.most)
-            alert(self.run_dir, "step skipped", text, "ERROR")
+            alert(self.run_dir, "step skipped", text, "ERROR", console=True)
         if state.bad_steps >= self.most:
             raise TrainingError(
                 f"{state.bad_steps} non-finite steps in a row; batches in {path.parent}{why}"

@@ -81,7 +81,7 @@ class Guard:
             changes += f" and {stage.safety.rollback}"
         text = f"rollback {state.rollbacks + 1} of {stage.safety.rollbacks}, with {changes}"
         log.warning("step %d: %s", state.take, text)
-        self.metrics.alert("rollback", f"step {state.take}: {text}: {reasons}")
+        self.metrics.alert("rollback", f"step {state.take}: {text}: {reasons}", console=True)
 
     def report_failures(self, failures: list[FailureTotal], take: int, seconds: float) -> None:
         """Report every failing component of the actors once, in the log and in the metrics.
@@ -139,7 +139,7 @@ class Guard:
                 f" had moved {beyond:.3g} nats a token, loss.target_kl is {stage.loss.target_kl:g}"
             )
             log.warning("take %d: %s", state.take, text)
-            self.metrics.alert("target_kl", f"take {state.take}: {text}")
+            self.metrics.alert("target_kl", f"take {state.take}: {text}", console=True)
 
     def count(self, stage: Config, state: LearnerState, outcome: StepResult) -> None:
         """Count consecutive steps with nothing, or nearly nothing, to train."""

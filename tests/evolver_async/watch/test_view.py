@@ -11,6 +11,7 @@ from rich.text import Text
 from evolver_async.buffer.monitor.failures import plain
 from evolver_async.config import Config, StageConfig
 from evolver_async.launch.run_directory import record_origin
+from evolver_async.metrics.alerts import ALERTS, alert
 from evolver_async.metrics.lineages import RowKey, supersedes
 from evolver_async.metrics.tail import Tail
 from evolver_async.watch import runs
@@ -285,6 +286,18 @@ def test_a_row_is_not_compared_with_all_evaluations(monkeypatch: pytest.MonkeyPa
     assert view.evals == [*[0.5] * 97, 0.25, 0.5] and len(compared) == 1
     view.feed(row(981, 999.0) | {"lineage": 2})
     assert len(view.evals) == 98 and len(compared) == 2
+
+
+def test_alerts_that_nothing_else_tells_are_printed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    alert(tmp_path, "crash of actor-0", "exit code 1")  # the launcher's log says so
+    alert(tmp_path, "step skipped", "take 3: loss is [nan]", "ERROR", console=True)
+    watch(tmp_path, Config(stages=[StageConfig(steps=9)]), follow=False)
+    assert capsys.readouterr().err == "step skipped: take 3: loss is [nan]\n"
+    view = View("run", 20)
+    assert view.feed_alerts(Tail(tmp_path / ALERTS).rows())
+    assert "loss is [nan]" in text_of(view) and "exit code" not in text_of(view)
 
 
 def test_an_alarm_is_printed_when_it_begins_and_shown_while_it_fires() -> None:
