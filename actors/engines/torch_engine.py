@@ -270,9 +270,8 @@ class TorchEngine:
         runs = [run for slot in slots if (run := self._running[slot]) is not None]
         if not runs or (weights := self.weights) is None:
             return
-        temperatures = [run.request.temperature for run in runs]
-        uniforms = [run.draws[len(run.out.tokens)] for run in runs]
-        tokens_B, logprobs_B = sample(logits_BV, temperatures, uniforms)
+        draws = [run.draws[len(run.out.tokens)] for run in runs]
+        tokens_B, logprobs_B = sample(logits_BV, [run.request.temperature for run in runs], draws)
         self._stats["generated"] += len(runs)
         self._stats["stale"] += self._slots.stale(slots)
         tokens = tokens_B.tolist()
@@ -281,7 +280,8 @@ class TorchEngine:
         for slot, run, token, logprob in drawn:
             if not math.isfinite(logprob):
                 self._leave(slot)
-                run.future.set_exception(FloatingPointError(f"weights {self.weights}: {logprob}"))
+                if not run.future.done():
+                    run.future.set_exception(FloatingPointError(f"weights {weights}: {logprob}"))
                 self._slots.erase()  # KV of broken weights
                 self._searching |= self._active
                 continue

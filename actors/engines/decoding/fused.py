@@ -3,7 +3,7 @@
 On small models the overhead of transformers' modules exceeds the time of their operations. This
 module runs the same operations, fused if torch has a kernel; a conformance test compares the two.
 With few tokens, making tensors and views takes as long as computing, so the layers share theirs
-(`_Work`).
+(`_StepBuffers`).
 
 `N` tokens, of `B` rows with `Q` new tokens each, `H` heads, `D` head size, `M` hidden size, `G`
 gates, `T` columns of context.
@@ -40,12 +40,16 @@ class _Layer:
 
 
 class _RmsNorm:
-    """x / rms(x) * weight in fewer passes than torch's function, which is not fused on CPU."""
+    """x / rms(x) * weight in fewer passes than torch's function, which is not fused on CPU.
+
+    `kept`: the first result is memory for all others.
+    """
 
     def __init__(self, eps: Tensor, kept: bool) -> None:
         self._eps, self._kept = eps, kept
         self._scale: Tensor | None = None
         self._scaled: Tensor | None = None
+        self._normed: Tensor | None = None
 
     def __call__(self, x: Tensor, weight: Tensor) -> Tensor:
         scale = torch.linalg.vector_norm(
@@ -53,41 +57,43 @@ class _RmsNorm:
         )
         torch.addcmul(self._eps, scale, scale, value=1 / x.shape[-1], out=scale).rsqrt_()
         scaled = torch.mul(x, scale, out=self._scaled)
+        normed = scaled.mul_(weight)
+        if normed.dtype != x.dtype:
+            normed = normed.to(x.dtype) if self._normed is None else self._normed.copy_(normed)
         if self._kept:
-            self._scale, self._scaled = scale, scaled
-        return scaled.mul_(weight).to(x.dtype)
+            self._scale, self._scaled, self._normed = scale, scaled, normed
+        return normed
 
 
 class _Heads:
-    """Views of a layer's queries, keys and values [N, H * D]."""
+    """A layer's queries, keys and values [N, H * D], and views of them."""
 
-    def __init__(self, inner_NM: Tensor, rows: int, queries: int, keys: int) -> None:
-        self.whole_NM = inner_NM
-        heads_NHD = inner_NM.unflatten(1, (queries + 2 * keys, -1))
-        self.turned_NHD = heads_NHD[:, : queries + keys]
+    def __init__(self, qkv: Tensor, rows: int, queries: int, keys: int) -> None:
+        self.qkv = qkv
+        heads_NHD = qkv.unflatten(1, (queries + 2 * keys, -1))
+        self.rotated_NHD = heads_NHD[:, : queries + keys]
         self.stored_N2HD = heads_NHD[:, queries:].unflatten(1, (2, -1))
         self.query_BHQD = heads_NHD[:, :queries].unflatten(0, (rows, -1)).transpose(1, 2)
+        self._source_NHD: Tensor | None = None
 
+    def rotate(
+        self, x_NHD: Tensor, cos_N1D: Tensor, minus_sin_N1D: Tensor, sin_N1D: Tensor
+    ) -> None:
+        """Set queries and keys to x * cos + rotate_half(x) * sin; take the sines of the halves.
 
-class _Rotation:
-    """Rotation of queries and keys [N, H, D] by their positions."""
-
-    def __init__(self, source_NHD: Tensor, to_NHD: Tensor) -> None:
-        """Take what is rotated and where to; both may be the same."""
-        self.source_NHD, self._to_NHD = source_NHD, to_NHD
-        self._first, self._second = source_NHD.chunk(2, -1)
-        self._rolled_NHD = torch.empty_like(source_NHD)
-        self._to_first, self._to_second = self._rolled_NHD.chunk(2, -1)
-
-    def __call__(self, cos_N1D: Tensor, minus_sin_N1D: Tensor, sin_N1D: Tensor) -> None:
-        """Compute x * cos + rotate_half(x) * sin; take the sines of the two halves."""
-        torch.mul(self._second, minus_sin_N1D, out=self._to_first)
-        torch.mul(self._first, sin_N1D, out=self._to_second)
-        torch.addcmul(self._rolled_NHD, self.source_NHD, cos_N1D, out=self._to_NHD)
+        x may be the queries and keys themselves.
+        """
+        if x_NHD is not self._source_NHD:
+            self._source_NHD, self._rolled_NHD = x_NHD, torch.empty_like(x_NHD)
+            self._halves = *x_NHD.chunk(2, -1), *self._rolled_NHD.chunk(2, -1)
+        first, second, to_first, to_second = self._halves
+        torch.mul(second, minus_sin_N1D, out=to_first)
+        torch.mul(first, sin_N1D, out=to_second)
+        torch.addcmul(self._rolled_NHD, x_NHD, cos_N1D, out=self.rotated_NHD)
 
 
 class _Gates:
-    """Memory for the gates [N, G] of a layer and their products [N, G / 2]."""
+    """A layer's gates [N, G], and memory for the gated products [N, G / 2]."""
 
     def __init__(self, whole_NG: Tensor) -> None:
         self.whole_NG = whole_NG
@@ -98,11 +104,12 @@ class _Gates:
         return torch.mul(F.silu(self._gate, inplace=True), self._up, out=self._products)
 
 
-class _Work:
-    """The operations of the layers of one forward.
+class _StepBuffers:
+    """Results of the layers of one forward.
 
-    `kept`: what the first layer makes is memory for the others and for later forwards. With many
-    tokens, new tensors are faster: memory that was just freed is still in the processor's cache.
+    `kept`: the first layer's results are memory for the others and for later forwards, except
+    products of oneDNN, which are new tensors. With many tokens all are new: memory that was just
+    freed is still in the processor's cache.
     """
 
     def __init__(self, rows: int, queries: int, keys: int, eps: Tensor, kept: bool) -> None:
@@ -110,28 +117,24 @@ class _Work:
         self._queries, self._keys, self._kept = queries, keys, kept
         self.norm, self._head_norm = _RmsNorm(eps, kept), _RmsNorm(eps, kept)
         self._heads: _Heads | None = None
-        self._rotation: _Rotation | None = None
         self._gates: _Gates | None = None
 
-    def heads(self, layer: _Layer, x_NM: Tensor, turns: Sequence[Tensor]) -> _Heads:
+    def heads(self, layer: _Layer, x_NM: Tensor, rotation: Sequence[Tensor]) -> _Heads:
         """Compute queries and keys, rotated, and values."""
         heads = self._heads
-        inner_NM = layer.inner(x_NM, None if heads is None else heads.whole_NM)
-        if heads is None or heads.whole_NM is not inner_NM:
-            heads = _Heads(inner_NM, self.rows, self._queries, self._keys)
-        both_NHD = heads.turned_NHD
+        qkv = layer.inner(x_NM, None if heads is None else heads.qkv)
+        if heads is None or heads.qkv is not qkv:
+            heads = _Heads(qkv, self.rows, self._queries, self._keys)
+        both_NHD = heads.rotated_NHD
         if layer.head_norms is not None:
             both_NHD = self._head_norm(both_NHD, layer.head_norms)
-        rotation = self._rotation
-        if rotation is None or rotation.source_NHD is not both_NHD:
-            rotation = _Rotation(both_NHD, heads.turned_NHD)
-        rotation(*turns)
+        heads.rotate(both_NHD, *rotation)
         if self._kept:
-            self._heads, self._rotation = heads, rotation
+            self._heads = heads
         return heads
 
     def gated(self, layer: _Layer, x_NM: Tensor) -> Tensor:
-        """Compute what the gates let pass [N, G / 2]."""
+        """Compute the gated products [N, G / 2]."""
         gates = self._gates
         whole_NG = layer.gates(x_NM, None if gates is None else gates.whole_NG)
         if gates is None or gates.whole_NG is not whole_NG:
@@ -156,7 +159,7 @@ class FusedDecoder:
         self._eps = torch.tensor(config.rms_norm_eps, device=model.device)
         self._queries = config.num_attention_heads
         self._keys = config.num_key_value_heads
-        self._work: _Work | None = None  # of the last decoding step
+        self._buffers: _StepBuffers | None = None  # of the last decoding step
         small = sum(one.numel() for one in model.parameters()) <= MAX_COPIED
         self._copied = small and model.device.type == "cpu"
         self.renew()
@@ -165,8 +168,8 @@ class FusedDecoder:
             cos, sin = self._decoder.rotary_emb(self._embed, positions)
         first, second = sin.chunk(2, -1)
         parts = cos, -first, second
-        self._turns_T1D = torch.cat(parts, -1).transpose(0, 1)
-        self._turn_sizes = [part.shape[-1] for part in parts]
+        self._rotations_T1D = torch.cat(parts, -1).transpose(0, 1)
+        self._rotation_sizes = [part.shape[-1] for part in parts]
 
     @staticmethod
     def fits(model: PreTrainedModel) -> bool:
@@ -208,30 +211,30 @@ class FusedDecoder:
     ) -> Tensor:
         """Return the hidden states, which the next call may overwrite."""
         rows, length = input_ids.shape
-        work = self._work_on(rows, length)
+        buffers = self._buffers_for(rows, length)
         x_NM = torch.embedding(self._embed, input_ids.view(-1))
-        turns = self._turns_T1D[position_ids.view(-1)].split(self._turn_sizes, -1)
+        rotation = self._rotations_T1D[position_ids.view(-1)].split(self._rotation_sizes, -1)
         shared = self._queries // self._keys
         folded = shared > 1 and (length == 1 or input_ids.is_cuda)
         if folded and length > 1:
             attention_mask = attention_mask.repeat(1, 1, shared, 1)
         for index, layer in enumerate(self._layers):
-            heads = work.heads(layer, work.norm(x_NM, layer.norm), turns)
+            heads = buffers.heads(layer, buffers.norm(x_NM, layer.norm), rotation)
             keys_BHTD, values_BHTD = slots.store(heads.stored_N2HD, index)
             mixed_BHQD = self._attend(
                 heads.query_BHQD, keys_BHTD, values_BHTD, attention_mask, folded
             )
             layer.out.add(mixed_BHQD.transpose(1, 2).reshape(len(x_NM), -1), x_NM)
-            layer.down.add(work.gated(layer, work.norm(x_NM, layer.mlp_norm)), x_NM)
-        return work.norm(x_NM, self._norm).unflatten(0, (rows, length))
+            layer.down.add(buffers.gated(layer, buffers.norm(x_NM, layer.mlp_norm)), x_NM)
+        return buffers.norm(x_NM, self._norm).unflatten(0, (rows, length))
 
-    def _work_on(self, rows: int, length: int) -> _Work:
-        """Return the operations of a forward; those of the last decoding step are kept."""
+    def _buffers_for(self, rows: int, length: int) -> _StepBuffers:
+        """Return the buffers of a forward; those of the last decoding step are kept."""
         if length > 1:
-            return _Work(rows, self._queries, self._keys, self._eps, kept=False)
-        if self._work is None or self._work.rows != rows:
-            self._work = _Work(rows, self._queries, self._keys, self._eps, kept=True)
-        return self._work
+            return _StepBuffers(rows, self._queries, self._keys, self._eps, kept=False)
+        if self._buffers is None or self._buffers.rows != rows:
+            self._buffers = _StepBuffers(rows, self._queries, self._keys, self._eps, kept=True)
+        return self._buffers
 
     def _attend(
         self, query_BHQD: Tensor, key: Tensor, value: Tensor, mask: Tensor, folded: bool

@@ -43,7 +43,7 @@ class Slots(Cache):
         self.epoch = 0
         self.epochs = np.zeros((slots, max_length + 1), np.int32)
         self.oldest = np.zeros(slots, np.int32)
-        self._apart = np.zeros(slots, bool)  # slots of which no two compute the same
+        self._distinct = np.zeros(slots, bool)  # slots of which no two compute the same
         self._dtype, self._device = dtype, device
         self._pools: list[Tensor] = []
         self._write_N = torch.zeros(0, dtype=torch.long)  # places of the batch's tokens in a pool
@@ -63,7 +63,7 @@ class Slots(Cache):
         known = int(self._usable(np.array([slot]), np.array([slot]), known)[0, 0])
         self.tokens[slot, known : len(context)] = context[known:]
         self.total[slot], self.cached[slot] = len(context), known
-        self._apart[slot] = False
+        self._distinct[slot] = False
         return known
 
     def append(self, slots: np.ndarray, tokens: list[int]) -> None:
@@ -121,9 +121,9 @@ class Slots(Cache):
         every slot the one among them that computes the same.
 
         The same is what reads the same tokens over KV of the present weights alone. Slots that were
-        distinct stay so while tokens are only added.
+        distinct in a decoding step stay so while all of them decode.
         """
-        if self._apart[slots].all():
+        if self._distinct[slots].all():
             everyone = np.arange(len(slots))
             return everyone, everyone
         known: dict[tuple[int, bytes, int], int] = {}
@@ -139,8 +139,8 @@ class Slots(Cache):
             if same_B[place] == len(firsts):
                 firsts.append(place)
         if counts.max() == 1:  # whole contexts were compared
-            self._apart[:] = False
-            self._apart[slots[firsts]] = True
+            self._distinct[:] = False
+            self._distinct[slots[firsts]] = True
         return np.array(firsts), same_B
 
     def write(
@@ -184,6 +184,7 @@ class Slots(Cache):
     def forget(self) -> None:
         """Mark all KV as invalid; the tokens stay, as running generations continue."""
         self.cached[:] = 0
+        self._distinct[:] = False  # computed anew, a context can catch up with one that it begins
 
     def erase(self) -> None:
         """Invalidate and overwrite all KV: a masked NaN still makes attention NaN."""
@@ -222,7 +223,7 @@ class Slots(Cache):
         self._write_N = self._on_device(write_BQ.ravel())
         needed = int((self.cached[slots] + counts).max())
         columns = min(-(-needed // COLUMNS) * COLUMNS, self.max_length)
-        self._read(slice(low, low + span) if adjacent else self._on_device(rows), columns)
+        self._attend_to(slice(low, low + span) if adjacent else self._on_device(rows), columns)
         ids_BQ = self.tokens[rows[:, None], positions_BQ].astype(np.int64)
         hidden_B1QT = np.arange(columns) > positions_BQ[:, None, :, None]
         mask_B1QT = self._on_device(np.where(hidden_B1QT, HIDDEN, SEEN))
@@ -236,7 +237,7 @@ class Slots(Cache):
     def _on_device(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(self._device)
 
-    def _read(self, rows: slice | Tensor, columns: int) -> None:
+    def _attend_to(self, rows: slice | Tensor, columns: int) -> None:
         """Choose the rows and the number of columns that the next forward attends to."""
         if isinstance(rows, Tensor) or rows != self._rows or columns != self._columns:
             self._views.clear()

@@ -1,8 +1,8 @@
 """Linear maps of the fused forward: merged if they have a common input, by oneDNN where it pays.
 
 oneDNN reads weights that were packed in its own order in half of the time, which also makes small
-batches faster (`evolver_async.model.products`). Among calls of MKL a single one costs 20 to 30 us,
-as its code must be read first.
+batches faster (`evolver_async.model.products`). Among calls of MKL a single one costs 20 to 30 us
+more, as its code is not in the cache.
 
 Shapes: `N` rows, `I` inputs, `O` outputs.
 """

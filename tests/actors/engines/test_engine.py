@@ -1,5 +1,7 @@
 """The torch engine keeps what `engine_conformance` asks, on several architectures, and its own."""
 
+import asyncio
+from dataclasses import replace
 from itertools import chain
 
 import numpy as np
@@ -107,7 +109,9 @@ def rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     found: list[int] = []
     batch = Slots.batch
 
-    def counted(slots: Slots, chosen: np.ndarray, counts: np.ndarray) -> dict[str, torch.Tensor]:
+    def counted(
+        slots: Slots, chosen: np.ndarray, counts: np.ndarray
+    ) -> tuple[dict[str, torch.Tensor], torch.Tensor | None]:
         found.append(len(chosen))
         return batch(slots, chosen, counts)
 
@@ -145,6 +149,28 @@ def test_contexts_that_part_and_meet_again_are_rows_of_their_own_between(rows: l
         assert rows[:4] == begun
         del rows[:4]
     assert not rows
+
+
+def test_contexts_that_meet_after_an_update_are_one_row(rows: list[int]) -> None:
+    """The update makes the shorter one a token longer before the other one goes on."""
+    s = settings("qwen3")
+    engine, prompt = s.engine(), s.prompt(60, 5)
+
+    async def scenario() -> list[Generation]:
+        begun = await engine.generate(request(prompt, "a", temperature=0, max_tokens=1))
+        asked = [request(prompt, "a", temperature=0)]
+        asked.append(request(prompt + begun.tokens, "b", temperature=0))
+        await engine.generate(replace(asked[1], max_tokens=1))
+        rows.clear()
+        both = asyncio.create_task(generate_all(engine, asked))
+        while rows != [2, 2]:
+            await asyncio.sleep(0)
+        await engine.update(V1, s.versions[V0])
+        return await both
+
+    shorter, longer = run(engine, scenario())
+    assert shorter.tokens[1:] == longer.tokens[:-1]
+    assert set(rows[2:]) == {1}
 
 
 def test_contexts_over_kv_of_different_weights_are_not_one_row(rows: list[int]) -> None:
@@ -195,6 +221,24 @@ def test_kv_over_older_kv_is_older_kv() -> None:
     before, after = run(engine, scenario())
     s.check(request(prompt + middle + end, "newest"), before)
     s.check(request(prompt + middle + end + last, "newest"), after)
+
+
+def test_broken_weights_spare_the_engine_if_a_request_was_cancelled() -> None:
+    s = settings("qwen3")
+    engine, one, other = s.engine(), request(s.prompt(10, 0), "a"), request(s.prompt(9, 1), "b")
+    broken = {name: torch.full_like(tensor, torch.nan) for name, tensor in s.versions[V1].items()}
+
+    async def scenario() -> None:
+        await engine.update(V1, broken)
+        cancelled, failing = (asyncio.create_task(engine.generate(it)) for it in (one, other))
+        await asyncio.sleep(0)
+        cancelled.cancel()  # its slot is still active in the step that comes first
+        with pytest.raises(FloatingPointError, match=r"1\.1"):
+            await failing
+        await engine.update(V0, s.versions[V0])
+        s.check(one, await engine.generate(one))
+
+    run(engine, scenario())
 
 
 def test_draws_are_those_of_a_generator_of_their_own() -> None:
