@@ -16,6 +16,7 @@ from actors.failures import MOST_NAMES, FailureCounts
 from evolver_async.buffer.monitor import failures as module
 from evolver_async.buffer.monitor.failures import MOST_KEPT, PATIENCE_S, Failures
 from evolver_async.config import Config
+from evolver_async.metrics.alerts import Level
 from evolver_async.metrics.writer import Metrics
 from evolver_async.process.logs import FIRST, WINDOW_S, RepeatFilter
 from evolver_async.protocol import messages
@@ -275,7 +276,7 @@ class Told(Metrics):
         super().__init__(directory)
         self.alerts: list[tuple[str, str]] = []
 
-    def alert(self, title: str, text: str) -> None:
+    def alert(self, title: str, text: str, level: Level = "WARN", console: bool = False) -> None:
         self.alerts.append((title, text))
 
 
