@@ -1,13 +1,14 @@
 """Queues of peers beside the durable buffer: trajectories a second, in alternating rounds.
 
-    OMP_NUM_THREADS=1 python tests/benchmarks/bench_peers.py [--rounds 5] [--seconds 5] [PEER ...]
+    OMP_NUM_THREADS=1 python tests/benchmarks/bench_peers.py [--rounds 5] [--bound 4] [PEER ...]
 
 Three producers put trajectories of 8 KiB as fast as the queue accepts them, a consumer takes them.
 Each peer runs as its documents say, in an environment of its own, `.venv-peer-NAME`, which the
 first call makes. Ours acknowledges a trajectory after its sync to the disk; no peer writes
 anything. A round of a peer follows one of ours; ratios are taken within the pair. A peer whose
 consumer falls behind drops the oldest (`dropped`), grows, or blocks its producers: then fewer are
-taken than put. A peer that cannot be installed is named.
+taken than put. Ours gives no credit beyond `--bound`, its max_staleness in steps of 256, and grows
+with a large one. A peer that cannot be installed is named.
 """
 
 import argparse
@@ -115,14 +116,16 @@ def theirs(name: str, peer: Peer, seconds: float) -> Round:
     return Round(put, got, dropped, 1e6 * found["used_s"] / found["put"])
 
 
-def ours(seconds: float) -> Round:
+def ours(seconds: float, bound: int) -> Round:
     """Run one round of the buffer, its journal on the disk where `runs/` is."""
     (ROOT / "runs").mkdir(exist_ok=True)
     with (
         tempfile.TemporaryDirectory() as sockets,
         tempfile.TemporaryDirectory(prefix="bench-peers-", dir=ROOT / "runs") as directory,
     ):
-        buffer = BufferProcess(Path(directory) / "bench", f"ipc://{sockets}/buffer", config())
+        buffer = BufferProcess(
+            Path(directory) / "bench", f"ipc://{sockets}/buffer", config(max_staleness=bound)
+        )
         crowd = Crowd(buffer.address, "bench", PRODUCERS, TOKENS)
         crowd.start()
         processes = [psutil.Process(process.pid) for process in crowd.processes.values()]
@@ -163,6 +166,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=5.0)
+    parser.add_argument("--bound", type=int, default=4)
     parser.add_argument("peers", nargs="*", help=", ".join(PEERS))
     args = parser.parse_args()
     for name in args.peers or PEERS:
@@ -171,7 +175,7 @@ def main() -> None:
             continue
         pairs = []
         for _ in range(args.rounds):
-            pairs.append((ours(args.seconds), theirs(name, PEERS[name], args.seconds)))
+            pairs.append((ours(args.seconds, args.bound), theirs(name, PEERS[name], args.seconds)))
         mine, other = zip(*pairs, strict=True)
         print(
             f"{name}, {len(pairs)} rounds: put {spread([one.put for one in other], 0)}/s, "
