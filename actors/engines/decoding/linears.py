@@ -27,7 +27,7 @@ class Linear:
         self._least_rows = least_rows(weight_OI)
         if copied and self._least_rows < torch.inf and weight_OI.numel() >= MIN_PACKED:
             packed_OI = torch.ops.mkldnn._reorder_linear_weight(weight_OI.detach(), None)
-            self._weight_OI = self._weight_IO = packed_OI
+            self._weight_OI = self._weight_IO = packed_OI  # the other order is not kept
             self._least_rows = 0
 
     def __call__(self, x_NI: Tensor, out_NO: Tensor | None = None) -> Tensor:
