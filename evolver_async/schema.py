@@ -51,6 +51,7 @@ class TurnFlag(enum.IntFlag):
     TOOL_ERROR = 2  # of a TOOL_CALL
     INVALID_ACTION = 4  # an action did not exist
     TOOL_CALL = 8
+    CUT = 16  # it reached `max_tokens` without an end of its own
 
 
 class WeightId(msgspec.Struct, kw_only=True, frozen=True, order=True, forbid_unknown_fields=True):
@@ -86,7 +87,9 @@ class Task(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True
 
     `map_seed` numbers the maps of a split: the environment draws maps from it until one's ground
     hashes into `split`, so the same map never appears in two splits. `reference` is a solution, if
-    one is known. `query` is the request, if the environment does not state it itself.
+    one is known. `query` is the request, if the environment does not state it itself. A task of a
+    user's own rows has the chat messages of its `prompt` ({"role", "content"}, the last one from
+    the user), and in `row` all columns of the row, which rewards read.
     """
 
     task_id: str
@@ -97,6 +100,8 @@ class Task(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True
     origin: Literal["original", "synthetic"] = "original"
     reference: list[str] | None = None
     query: str = ""
+    prompt: list[dict[str, Any]] = []
+    row: dict[str, Any] = {}
 
     def __post_init__(self) -> None:
         _require(self.map_seed >= 0, "map_seed", self.map_seed)
@@ -192,8 +197,9 @@ class Trajectory(msgspec.Struct, kw_only=True, eq=False, dict=True, forbid_unkno
     turn_rewards float32[K]; labels int8[K] (+1 GOOD, -1 BAD, 0 unlabelled);
     turn_flags uint8[K] (`TurnFlag`).
     `content` is a hash of the task that was played, the same for every number that gives it;
-    `reward` is the outcome including penalties; `timing` holds seconds by phase. What `vars` holds
-    is not part of the episode (see `protocol/trajectories.py`).
+    `reward` is the outcome including penalties; `terms` its parts by name, without their weights;
+    `metrics` the environment's own numbers; `timing` holds seconds by phase. What `vars` holds is
+    not part of the episode (see `protocol/trajectories.py`).
     """
 
     group_id: int
@@ -214,6 +220,8 @@ class Trajectory(msgspec.Struct, kw_only=True, eq=False, dict=True, forbid_unkno
     experience_ids: list[int]
     policy: Literal["learned", "scripted"]
     timing: dict[str, float]
+    terms: dict[str, float] = {}
+    metrics: dict[str, float] = {}
 
     def __post_init__(self) -> None:
         turns = len(self.turn_rewards)
@@ -228,6 +236,9 @@ class Trajectory(msgspec.Struct, kw_only=True, eq=False, dict=True, forbid_unkno
         for phase, seconds in self.timing.items():
             if not 0 <= seconds < math.inf:
                 raise ValueError(f"timing.{phase}: {seconds}")
+        for field in ("terms", "metrics"):
+            for name, value in getattr(self, field).items():
+                _require(math.isfinite(value), f"{field}.{name}", value)
         _require(len(self.sequences) > 0, "sequences", "empty")
         _require(self.member >= 0, "member", self.member)
         _require(self.attempt >= 0, "attempt", self.attempt)

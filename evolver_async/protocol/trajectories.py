@@ -80,7 +80,9 @@ def wrap(trajectory: Trajectory) -> Parcel:
     if origin is not None and origin.final:
         return origin.parcel
     trajectory.reward = _fraction(trajectory.reward)
-    trajectory.timing = {phase: _fraction(taken) for phase, taken in trajectory.timing.items()}
+    for named in ("timing", "terms", "metrics"):
+        numbers = getattr(trajectory, named)
+        setattr(trajectory, named, {name: _fraction(number) for name, number in numbers.items()})
     header, arrays = _encode(trajectory)
     if origin is not None:
         same = origin.parcel.data[4 : 4 + len(header)] == header
