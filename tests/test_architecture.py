@@ -30,7 +30,7 @@ FLOORS = (
     ("results",),
     ("study", "dashboard"),
     ("report",),
-    ("commands",),
+    ("commands", "notebook"),
     ("library", "cli"),
     ("__main__",),
 )
