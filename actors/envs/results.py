@@ -32,11 +32,10 @@ def checked_step(value: object) -> Step:
     truncated = truth("truncated of the Step", value.truncated)
     if not isinstance(value.info, Info):
         raise TypeError(f"info of the Step must be an Info, is {_described(value.info)}")
-    *names, _ = Info._fields
-    info = Info(*(truth(f"{name} of the Info", getattr(value.info, name)) for name in names))
-    if value.info.metrics:
-        metrics = checked_metrics("metrics of the Info", value.info.metrics)
-        info = info._replace(metrics=metrics)
+    names = "valid", "success", "tool_error"
+    facts = (truth(f"{name} of the Info", getattr(value.info, name)) for name in names)
+    metrics = checked_metrics("metrics of the Info", value.info.metrics)
+    info = Info(**dict(zip(names, facts, strict=True)), metrics=metrics)
     return Step(value.observation, reward, terminated, truncated, info)
 
 
