@@ -109,14 +109,15 @@ def format_of(config: Config, *, thinks: bool = False) -> TurnFormat:
 def format_name(config: Config) -> str:
     """Return `rollout.format`, `auto` resolved: the format that the environment names as its
     `turn_format`, else `think_answer` for a tiny tokenizer (that of the preset, or of a policy that
-    began as it), else `chat`.
+    began as it) and where `think` or `actions_per_turn` ask for its tags, else `chat`.
 
     Raises ValueError for an environment that cannot be imported, and for a mixture of environments
     made for different formats.
     """
-    if config.rollout.format != "auto":
-        return config.rollout.format
-    if config.rollout.agent:
+    rollout = config.rollout
+    if rollout.format != "auto":
+        return rollout.format
+    if rollout.agent:
         return "think_answer"  # which it does not use: it writes its own turns
     names = {part.env for part in config.tasks.mixture} or {config.env.name}
     made_for = {getattr(env_class(name), "turn_format", "") for name in names}
@@ -126,7 +127,8 @@ def format_name(config: Config) -> str:
             f"rollout.format: auto cannot choose, as the environments of tasks.mixture are made for"
             f" different formats ({differ}): name one"
         )
-    return made_for.pop() or ("think_answer" if _is_tiny(config.policy.path) else "chat")
+    tagged = rollout.think or rollout.actions_per_turn > 1 or _is_tiny(config.policy.path)
+    return made_for.pop() or ("think_answer" if tagged else "chat")
 
 
 def with_formats(config: Config) -> Config:

@@ -55,8 +55,9 @@ class RolloutConfig:
 
     group_size: Count = 8  # G: episodes per task
     max_turns: Turns = 10
-    # the turn format; auto: the one that the environment is made for, else think_answer for a tiny
-    # tokenizer and chat for a model of normal size
+    # the turn format; auto: the one that the environment is made for, else chat for a model of
+    # normal size, and think_answer for a tiny one or where its tags are asked for (think,
+    # actions_per_turn)
     format: Annotated[str, Open("auto", "chat", "think_answer", "tool_call", "interleaved")] = (
         "auto"
     )

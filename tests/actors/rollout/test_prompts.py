@@ -145,6 +145,8 @@ def test_auto_is_what_the_environment_is_made_for_or_what_the_model_can_write(
     assert named(policy(tmp_path, 49_152)) == "chat"
     (tmp_path / "config.json").write_text(json.dumps({"text_config": {"vocab_size": 262_144}}))
     assert named(f"policy.path={tmp_path}") == named("policy.path=org/name") == "chat"
+    for tags in ("rollout.think=true", "rollout.actions_per_turn=2"):
+        assert named(tags, "policy.path=org/name") == "think_answer"
     for env, wanted in (("prompts", "chat"), ("bookings", "tool_call"), ("code", "think_answer")):
         assert named(f"env.name={env}") == wanted
     assert named("env.name=bookings", "rollout.format=chat") == "chat", "a choice is kept"
