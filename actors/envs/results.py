@@ -7,7 +7,7 @@ import math
 import re
 from collections.abc import Mapping
 from numbers import Real
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -15,6 +15,51 @@ from evolver_async.config.values.rules import check_plain
 from evolver_async.env import Exact, Info, Step
 
 METRIC_NAME = re.compile(r"[\w.@-]{1,64}")
+
+
+class Opening(NamedTuple):
+    """First messages of an episode: the last one from the user, roles and texts of those `before`
+    it, and the text of a system message."""
+
+    user: str
+    before: tuple[tuple[str, str], ...] = ()
+    system: str = ""
+
+    @property
+    def text(self) -> str:
+        """The user's messages in it, one below the other."""
+        said = [text for role, text in self.before if role == "user"]
+        return "\n".join([*said, self.user])
+
+    def asked(self, query: str) -> "Opening":
+        """Return it with a task's query in front of the last message; without one as it is."""
+        return self._replace(user=f"{query}\n{self.user}") if query else self
+
+    def under(self, system: str) -> str:
+        """Return the system message, the given text in front of its own."""
+        return "\n\n".join(part for part in (system, self.system) if part)
+
+
+def checked_opening(value: object) -> Opening:
+    """Return the first messages, from a text or from chat messages; TypeError or ValueError for
+    others."""
+    if not isinstance(value, list):
+        if isinstance(value, str):
+            return Opening(value)
+        raise TypeError(f"an observation must be a text or chat messages, is {_described(value)}")
+    said = list[tuple[str, str]]()
+    for number, one in enumerate(value):
+        if not isinstance(one, dict) or not {"role", "content"} <= one.keys():
+            raise TypeError(f"message {number} must be a dict with role and content, is {one!r}")
+        role = text(f"role of message {number}", one["role"])
+        if role not in (("system", "user", "assistant") if number == 0 else ("user", "assistant")):
+            first = "" if number == 0 else ", a system message the first one"
+            raise ValueError(f"message {number} must be from user or assistant{first}, is {role!r}")
+        said.append((role, text(f"content of message {number}", one["content"])))
+    if not said or said[-1][0] != "user":
+        raise ValueError("chat messages must end with one from the user")
+    system = said.pop(0)[1] if said[0][0] == "system" else ""
+    return Opening(said[-1][1], tuple(said[:-1]), system)
 
 
 def checked_observation(value: object) -> str:

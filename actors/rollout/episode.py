@@ -12,7 +12,14 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from actors.envs.base import Concluding, EnvironmentFailure, Identified, Located, Scored
+from actors.envs.base import (
+    Bounded,
+    Concluding,
+    EnvironmentFailure,
+    Identified,
+    Located,
+    Scored,
+)
 from actors.formats.chat import encodable
 from actors.formats.tool_calls import ANSWER_TOOL, InvalidCall, called
 from actors.formats.turns import SEPARATOR
@@ -82,7 +89,10 @@ class Episode:
         began = loop.time()
         room = setting.max_length - self.ticket.sampling.max_tokens
         await self._begin(policy, room)
-        for turn in range(setting.max_turns):
+        env = self.environment.env
+        bound = env.max_turns if isinstance(env, Bounded) else None
+        turns = min(setting.max_turns, bound or setting.max_turns)
+        for turn in range(turns):
             asked = loop.time()
             self.progress.generating += 1
             try:
@@ -98,7 +108,10 @@ class Episode:
             told = await self._turn(setting.chat.text_of(generation.tokens))
             if policy.kind == "learned" and generation.finish == "length":
                 self.flags[-1] |= TurnFlag.CUT
-            if self.terminated or self.truncated or turn == setting.max_turns - 1:
+            if self.terminated or self.truncated:
+                break
+            if turn == turns - 1:
+                self.terminated = turns == bound  # the environment's own end
                 break
             unread = sum(bool(flag & TurnFlag.FORMAT_ERROR) for flag in self.flags)
             if 0 < setting.format_errors <= unread or not self.conversation.tell(told):
@@ -140,7 +153,8 @@ class Episode:
         began, environment, task = loop.time(), self.environment, self.ticket.task
         await environment.open()
         dynamics_seed = key(self.ticket.dynamics_seed, self.member)
-        self.observation = encodable(await environment.reset(task, dynamics_seed))
+        opening = await environment.reset(task, dynamics_seed)
+        self.observation = encodable(opening.text)
         self.query = f"{task.query}\n{self.observation}" if task.query else self.observation
         self.content = self.query
         if isinstance(environment.env, Identified):
@@ -153,7 +167,7 @@ class Episode:
             self.instructions = await environment.call("instructions", *worded)
         if self.setting.format.tools:
             self.tools = await environment.call("tools", tool_names, environment.env)
-        talk = Conversation(self.setting, system, task.query, self.observation, room)
+        talk = Conversation(self.setting, system, task.query, opening, room)
         self.conversation, length = talk, len(talk.tokens)
         if length > room:
             cause = f"first prompt of {length} tokens leaves no turn in policy.max_length"
@@ -179,7 +193,10 @@ class Episode:
 
     async def _turn(self, text: str) -> str:
         """Carry out one turn; return the text that the policy reads after it."""
-        actions = self.setting.format.parse(text)
+        try:
+            actions = self.setting.format.parse(text)
+        except Exception as error:  # of a format or of `rollout.extract`, a user's own
+            raise self.environment.failure("reading a turn", 0.0, error) from error
         if self.setting.recorded:
             env, seen = self.environment.env, self.observation
             state = seen

@@ -53,6 +53,7 @@ def create(
     into it what comes from another run.
     """
     check_start(config)
+    config = resolve("formats")(config)  # before the preset's policy gets a path
     stem = recipe.stem if recipe is not None else "run"
     name, run_dir = _made(config, f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}")
     _refuse_existing(run_dir)

@@ -35,6 +35,7 @@ ROLES = PROCESSES | {
     "vocabulary": "actors.envs.vocabulary:vocabulary_of",  # (config) -> words
     "check_engine": "actors.engines.model_check:check",  # (config, model, tokenizer) -> None
     "check_prompts": "actors.checks.prompts:check",  # (config) -> None
+    "formats": "actors.rollout.episode_config:with_formats",  # (config) -> config, auto resolved
     "export": "learner.tools.export:export",  # (run_dir, out, step) -> one line
     "manual": "actors.export_manual:write_manual",  # (config of a stage, directory) -> None
     "copy_pool": "actors.experience.store:copy_pool",  # (directory, new directory) -> None

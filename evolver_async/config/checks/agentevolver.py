@@ -18,7 +18,8 @@ def agent(config: Config) -> Iterator[tuple[str, str]]:
     if config.launch.kind == "serial":
         yield "rollout.agent", "needs real time, and launch.kind=serial has a virtual clock"
     for key, value, required, reason in (
-        ("rollout.format", config.rollout.format, "think_answer", "writes its own turns"),
+        ("rollout.format", config.rollout.format, "auto", "writes its own turns"),
+        ("rollout.extract", config.rollout.extract, "", "writes its own turns"),
         ("rollout.context", config.rollout.context, "full", "writes its own prompts"),
         ("rollout.system_prompt", config.rollout.system_prompt, "", "writes its own prompts"),
         ("env.prompt", config.env.prompt, "auto", "writes its own prompts"),

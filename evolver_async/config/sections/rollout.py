@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from evolver_async.config.values.rules import (
+    IMPORT_PATH,
     Count,
     Fraction,
     ImportPath,
@@ -17,6 +18,13 @@ from evolver_async.config.values.rules import (
 
 Device = Annotated[str, Pattern(r"auto|cpu|cuda(:\d+)?", "auto, cpu or cuda")]
 Turns = Annotated[int, Range(ge=1, le=32767)]  # turns are numbered in 16 bits
+Extract = Annotated[
+    str,
+    Pattern(
+        rf"|last_number|boxed|<[A-Za-z][\w-]*>|{IMPORT_PATH}",
+        "empty, last_number, boxed, a tag such as <answer>, or package.module:function",
+    ),
+]
 
 
 @dataclass
@@ -47,8 +55,15 @@ class RolloutConfig:
 
     group_size: Count = 8  # G: episodes per task
     max_turns: Turns = 10
-    # the turn format
-    format: Annotated[str, Open("think_answer", "tool_call", "interleaved")] = "think_answer"
+    # the turn format; auto: the one that the environment is made for, else chat for a model of
+    # normal size, and think_answer for a tiny one or where its tags are asked for (think,
+    # actions_per_turn)
+    format: Annotated[str, Open("auto", "chat", "think_answer", "tool_call", "interleaved")] = (
+        "auto"
+    )
+    # chat: the part of the model's message that is the action: all of it (empty), its last number,
+    # the content of its last \boxed{} or of its last <tag>, or what a function returns
+    extract: Extract = ""
     think: bool = False  # a turn opens with <think> (tool_call: <reason>)
     actions_per_turn: Count = 1
     # context of a turn: all turns, the last turns or the present one alone
