@@ -37,6 +37,7 @@ def numbers_of(config: Config, kind: str) -> StageNumbers:
         wait=buffer.straggler == "wait",
         demo_groups=buffer.demo_groups,
         refills=refills * config.learner.groups_per_step,
+        by_success=selection.by == "success",
         repeats_failed=config.rollout.guided == "failed",
     )
 

@@ -3,6 +3,7 @@
 import numpy as np
 
 from evolver_async.config import Config
+from evolver_async.rewards import alike
 from evolver_async.schema import Array, Group, TurnFlag
 from learner.data.batch import Batch
 from learner.data.collate import guided
@@ -39,9 +40,9 @@ def rollout_metrics(groups: list[Group]) -> dict[str, float]:
 
 
 def _members_alike(group: Group) -> int:
-    """Return the number of members if all have the same reward, else 0."""
+    """Return the number of members if all have equal rewards, else 0."""
     rewards = [trajectory.reward for trajectory in group.trajectories]
-    return len(rewards) if min(rewards) == max(rewards) else 0
+    return len(rewards) if alike(rewards) else 0
 
 
 def env_metrics(groups: list[Group]) -> dict[str, float]:

@@ -69,6 +69,7 @@ def trajectory(
     reward: float = 0.0,
     attempt: int | None = None,
     guided: bool = False,
+    **facts: object,
 ) -> Trajectory:
     """A member of this ticket: one PROMPT token, then ACTION tokens, in one turn.
 
@@ -93,8 +94,8 @@ def trajectory(
         member=member,
         attempt=ticket.attempt if attempt is None else attempt,
         reward=reward,
-        success=reward > 0,
         policy="learned" if learned else "scripted",
+        **({"success": reward > 0} | facts),
     )
 
 
