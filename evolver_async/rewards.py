@@ -1,4 +1,4 @@
-"""Equality and spread of rewards: one rule for sampling, selection, advantages, diagnostics. Pure.
+"""Rewards of several trajectories: their equality, their spread, the means of their terms. Pure.
 
 Rewards are sums of weighted terms, so equal ones can differ in their last digits: .1 + .2 and .3.
 A difference of that size would be standardised to advantages of ±1.
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from evolver_async.schema import Array
+from evolver_async.schema import Array, Trajectory
 
 EQUAL = 1e-6  # rewards that differ by less are equal
 
@@ -36,3 +36,12 @@ def alike_in_group(x: Array, group: Array) -> Array:
 def reaches(value: float, threshold: float) -> bool:
     """Return True if a value is at least the threshold, or equal to it."""
     return value > threshold - EQUAL
+
+
+def term_means(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """Return by name the mean of each reward term, over the trajectories that have it."""
+    by_term: dict[str, list[float]] = {}
+    for one in trajectories:
+        for name, value in one.terms.items():
+            by_term.setdefault(name, []).append(value)
+    return {name: statistics.fmean(values) for name, values in by_term.items()}

@@ -59,7 +59,8 @@ def select(groups: list[Group], settings: SelectionConfig, *, seed: int) -> Sele
     `min_p` keeps groups with at least `p` of the largest spread. `top_p` keeps the fewest groups
     whose spreads sum up to `p` of all; `dynamic` (DAPO) those with any. `resample_on_correct`
     keeps some members of these. Reasons: `zero_spread` (all members have equal rewards, or
-    successes; with `drop_zero`, or where the kind says so), else the kind. `seed`: of the draws among members.
+    successes; with `drop_zero`, or where the kind says so), else the kind. `seed`: of the draws
+    among members.
     """
     if settings.kind == "all":
         return Selected(groups, {})

@@ -3,7 +3,7 @@
 import numpy as np
 
 from evolver_async.config import Config
-from evolver_async.rewards import alike
+from evolver_async.rewards import alike, term_means
 from evolver_async.schema import Array, Group, TurnFlag
 from learner.data.batch import Batch
 from learner.data.collate import guided
@@ -13,6 +13,8 @@ from learner.data.resampling import flagged, tool_calls
 def taken_metrics(stage: Config, groups: list[Group]) -> dict[str, float]:
     """Measure the groups before selection."""
     metrics = rollout_metrics(groups)
+    if stage.reward.terms:
+        metrics |= reward_metrics(groups)
     if stage.experience.kind != "none":
         metrics |= experience_metrics(groups)
     if stage.tasks.mixture or stage.tasks.path:
@@ -37,6 +39,18 @@ def rollout_metrics(groups: list[Group]) -> dict[str, float]:
         "train/tool_errors": flagged(calls, TurnFlag.TOOL_ERROR),
         "train/zero_spread": sum(map(_members_alike, groups)) / len(rewards),
     }
+
+
+def reward_metrics(groups: list[Group]) -> dict[str, float]:
+    """Measure the mean of each reward term, without its weight, and the share of trajectories from
+    which it abstained, of terms that did."""
+    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+    metrics = {f"train/reward/{name}": value for name, value in term_means(trajectories).items()}
+    for name in {name for one in trajectories for name in one.terms}:
+        lacking = sum(name not in one.terms for one in trajectories) / len(trajectories)
+        if lacking:
+            metrics[f"train/abstained/{name}"] = lacking
+    return metrics
 
 
 def _members_alike(group: Group) -> int:
