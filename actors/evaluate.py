@@ -12,7 +12,7 @@ from actors.envs.exact import exact
 from actors.formats.chat import Chat
 from actors.progress import TicketProgress
 from actors.rewards.facts import Unscorable
-from actors.rewards.scorer import Scorer
+from actors.rewards.scorer import RewardScorer
 from actors.rollout.episode import EpisodeLate
 from actors.rollout.episode_config import setting_of
 from actors.rollout.finished import Finished
@@ -111,7 +111,7 @@ async def play_all(
     chat = Chat(tokenizer)
     setting = setting_of(config, chat, "eval", 0)
     agents = make_agents(config, engine, chat)
-    scorer = Scorer(config) if config.reward.terms else None
+    scorer = RewardScorer(config) if config.reward.terms else None
     finished: list[Trajectory] = []
     failures: list[str] = []
     room = asyncio.Semaphore(config.engine.slots)

@@ -22,7 +22,7 @@ from actors.progress import TicketProgress
 from actors.questioning.grade import regrade
 from actors.questioning.questioner import Questioner
 from actors.rewards.facts import Unscorable
-from actors.rewards.scorer import Scorer
+from actors.rewards.scorer import RewardScorer
 from actors.rollout.episode import EpisodeLate
 from actors.rollout.episode_config import Setting
 from actors.rollout.finished import Finished
@@ -46,7 +46,7 @@ class ActorComponents:
     agents: AgentRunner | None = None
     reflector: Reflector | None = None
     failures: FailureCounts = field(default_factory=FailureCounts)  # theirs and the episodes'
-    scorer: Scorer | None = None
+    scorer: RewardScorer | None = None
     has_read: bool = False  # some turn of the policy
 
     def counters(self) -> dict[str, float]:
@@ -58,7 +58,9 @@ class ActorComponents:
         """Return the seconds of the agents between their calls."""
         return self.agents.worked_s() if self.agents is not None else 0.0
 
-    def _made(self) -> list[Judge | ServiceGuide | Questioner | AgentRunner | Reflector | Scorer]:
+    def _made(
+        self,
+    ) -> list[Judge | ServiceGuide | Questioner | AgentRunner | Reflector | RewardScorer]:
         known = (self.judge, self.guide, self.questioner, self.agents, self.reflector, self.scorer)
         return [component for component in known if component is not None]
 
@@ -156,7 +158,7 @@ class TicketPostprocessing:
         self.progress.count += 1
         return True
 
-    async def _score(self, scorer: Scorer, finished: Finished, graded: bool) -> None:
+    async def _score(self, scorer: RewardScorer, finished: Finished, graded: bool) -> None:
         """Set reward and success by the terms of the configuration. Raises Ungraded."""
         try:
             with self.progress.during(finished.trajectory.member, "scoring"):

@@ -303,7 +303,8 @@ def test_every_module_has_a_docstring() -> None:
 def test_outside_imports_are_declared() -> None:
     declared = (ROOT / "pyproject.toml").read_text(encoding="utf-8").lower()
     aliases = {"zmq": "pyzmq", "yaml": "omegaconf"}
-    aliases |= {one: one.replace("_", "-") for one in ("reasoning_gym", "prometheus_client", "math_verify")}
+    hyphened = ("reasoning_gym", "prometheus_client", "math_verify")
+    aliases |= {one: one.replace("_", "-") for one in hyphened}
     outside = {name.split(".")[0] for module in modules() for name in imports(module)}
     outside -= {*PACKAGES, *sys.stdlib_module_names}
     outside -= {"hardening"}  # beside the sandbox's guest, which runs as a script

@@ -13,7 +13,7 @@ from actors.judge.factory import JUDGES
 from actors.llm.client import authorization
 from actors.questioning.profile import load_profile
 from actors.rewards.own import load_function
-from actors.rewards.scorer import Scorer, check_terms
+from actors.rewards.scorer import RewardScorer, check_terms
 from actors.rollout.conversation import tool_names
 from evolver_async.buffer.stages import TICKETS, eval_sets_of, source_of
 from evolver_async.buffer.tasks.jsonl import line_of
@@ -56,7 +56,7 @@ def check(config: Config) -> None:
     check_own(config)
     if config.rollout.agent_reward == "judged":
         authorization(config.judge.llm, "judge")
-    Scorer(config)  # which checks the parameters of its terms
+    RewardScorer(config)  # which checks the parameters of its terms
     if config.questioning.profile:
         load_profile(config.questioning.profile)
     for index, stage, staged, task, env in _environments(config):

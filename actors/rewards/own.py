@@ -117,6 +117,8 @@ class AsyncThread:
             # a BaseException, such as SystemExit, would end the loop
             try:
                 return plain(await own.function(**arguments, **made(steps, metrics)))
+            except GeneratorExit:  # the loop has been stopped
+                raise
             except BaseException as error:
                 cancelled = isinstance(error, asyncio.CancelledError)
                 problem = "" if cancelled else " ".join(f"{type(error).__name__}: {error}".split())

@@ -49,7 +49,7 @@ KILLABLE = {"math": answers.math, "regex": answers.regex}  # some replies take t
 Term = Callable[[EpisodeFacts], Awaitable[float | None]]
 
 
-class Scorer:
+class RewardScorer:
     """Terms of one actor. Raises ValueError, naming the key, for a term that cannot work."""
 
     def __init__(self, config: Config, failures: FailureCounts | None = None) -> None:

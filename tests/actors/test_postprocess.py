@@ -18,7 +18,7 @@ from actors.judge.judge import Judge, JudgedEpisode
 from actors.judge.own import OwnJudge
 from actors.postprocess import ActorComponents
 from actors.questioning.grade import Grade
-from actors.rewards.scorer import Scorer
+from actors.rewards.scorer import RewardScorer
 from actors.rollout.group import run_group
 from evolver_async.config import Config, ConfigError, JudgeConfig, RewardConfig
 from evolver_async.config.sections.reward import TermConfig
@@ -365,7 +365,7 @@ def test_an_unreadable_group_of_one_is_a_failure_only_where_nothing_was_read(
 def test_terms_make_the_reward_that_judge_and_experience_see(run: Callable[..., None]) -> None:
     buffer, court = Buffer((0.0, granted())), Court()
     terms = [TermConfig("tool_calls"), TermConfig("success", 2.0), TermConfig("env", 0.5)]
-    scorer = Scorer(Config(reward=RewardConfig(terms, "total", 2.4)))
+    scorer = RewardScorer(Config(reward=RewardConfig(terms, "total", 2.4)))
     run(buffer, Walker(), 60.0, ActorComponents(judge=court, scorer=scorer))
     pushes = buffer.seen(messages.Push)
     one = pushes[0].trajectory
@@ -387,7 +387,7 @@ def test_terms_make_the_reward_that_judge_and_experience_see(run: Callable[..., 
 def test_a_failing_reward_term_is_named_and_does_not_end_the_actor(
     run: Callable[..., None], name: str, problem: str
 ) -> None:
-    scorer = Scorer(Config(reward=RewardConfig([TermConfig(f"own_rewards:{name}")])))
+    scorer = RewardScorer(Config(reward=RewardConfig([TermConfig(f"own_rewards:{name}")])))
     buffer, components = Buffer((0.0, granted())), ActorComponents(scorer=scorer)
     run(buffer, Walker(), 60.0, components)
     assert not buffer.seen(messages.Push)
