@@ -35,6 +35,7 @@ PLACES = {  # an example of every placeholder
     "<kind>": "timeout",
     "<section>": "judge",
     "<name>": "learner",
+    "<term>": "exact",
 }
 
 
@@ -104,6 +105,7 @@ def sample(step: int) -> dict:
         "actor": "actor-0",
         "reward": 1.0,
         "success": True,
+        "terms": {"exact": 1.0},
         "turn_rewards": [0.0, 1.0],
         "labels": [-1, 1],
         "text": [["PROMPT", "p"], ["ACTION", "a"], ["OBSERVATION", "o"], ["ACTION", "b"]],
