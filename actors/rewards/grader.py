@@ -53,7 +53,7 @@ class Grader:
         """Return totals by metric name."""
         counted = self._client.counters()
         counted["reward/malformed"] = counted.pop("questioning/malformed")
-        return {name.replace("reward/", "reward_llm/"): value for name, value in counted.items()}
+        return counted
 
     async def close(self) -> None:
         await self._client.close()
