@@ -61,9 +61,12 @@ def check(run_dir: Path) -> None:
     found = rows(run_dir)
     assert len(found) == 4
     for row in found:
-        assert row["train/reward_mean"] > 90  # the bonus
+        assert row["train/reward_mean"] > 90 and row["train/reward/bonus"] == 100.0
         assert row["selection/kept_share"] == 0.5
         assert row["judge/good_share"] == 1.0
+    every = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
+    (evaluated,) = [row for row in every if "eval/success" in row]
+    assert evaluated["eval/reward/bonus"] == 100.0 and evaluated["eval/reward_mean"] > 90
     sent = [json.loads(line)["step"] for line in (run_dir / "sink.jsonl").read_text().splitlines()]
     assert {row["step"] for row in found} <= set(sent)
 
