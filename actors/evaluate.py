@@ -11,6 +11,8 @@ from actors.envs.base import EnvironmentFailure
 from actors.envs.exact import exact
 from actors.formats.chat import Chat
 from actors.progress import TicketProgress
+from actors.rewards.facts import Unscorable
+from actors.rewards.scorer import RewardScorer
 from actors.rollout.episode import EpisodeLate
 from actors.rollout.episode_config import setting_of
 from actors.rollout.finished import Finished
@@ -22,6 +24,7 @@ from evolver_async.config import Config
 from evolver_async.config.load import stage_config
 from evolver_async.launch.run_directory import config_of
 from evolver_async.randomness import key
+from evolver_async.rewards import term_means
 from evolver_async.schema import Sampling, Task, Ticket, Trajectory, WeightId
 from evolver_async.splits import Split
 
@@ -49,6 +52,7 @@ def evaluate(
     success = statistics.fmean(trajectory.success for trajectory in trajectories)
     reward = statistics.fmean(trajectory.reward for trajectory in trajectories)
     line = f"{run_dir}, step {manifest.step}: success {success:.3f}, reward {reward:.3f}"
+    line += "".join(f", {name} {value:.3f}" for name, value in term_means(trajectories).items())
     line += f" over {episodes} {config.eval.split} episodes, {_distinct(trajectories)} distinct"
     values = exact(tasks, staged.rollout.max_turns * staged.rollout.actions_per_turn)
     if values is not None:
@@ -80,6 +84,7 @@ async def _evaluate_set(config: Config, stage: int, chosen: EvalSet, weights: di
         "reward": statistics.fmean(one.reward for one in trajectories),
         f"best reward@{k}": statistics.fmean(max(one.reward for one in group) for group in groups),
     }
+    means |= term_means(trajectories)
     said = ", ".join(f"{name} {value:.3f}" for name, value in means.items())
     return f"{said} over {chosen.tasks} tasks, {_distinct(trajectories)} distinct"
 
@@ -106,12 +111,10 @@ async def play_all(
     chat = Chat(tokenizer)
     setting = setting_of(config, chat, "eval", 0)
     agents = make_agents(config, engine, chat)
+    scorer = RewardScorer(config) if config.reward.terms else None
     finished: list[Trajectory] = []
     failures: list[str] = []
     room = asyncio.Semaphore(config.engine.slots)
-
-    def deliver(episode: Finished) -> None:
-        finished.append(episode.trajectory)
 
     async def play(number: int, task: Task, sample: int, temperature: float) -> None:
         ticket = Ticket(
@@ -127,13 +130,18 @@ async def play_all(
             lease_s=0.0,
             sampling=Sampling(temperature=temperature, max_tokens=config.rollout.max_tokens),
         )
+        played: list[Finished] = []
         async with room:
             try:
                 if agents is None:
-                    await run_group(ticket, setting, engine, TicketProgress(), deliver)
+                    await run_group(ticket, setting, engine, TicketProgress(), played.append)
                 else:
-                    await agents.run(ticket, setting, TicketProgress(), deliver)
-            except (EnvironmentFailure, EpisodeLate, JudgementMissing) as failure:
+                    await agents.run(ticket, setting, TicketProgress(), played.append)
+                for one in played:
+                    if scorer is not None:
+                        await scorer.score(task, one, setting, graded=False)
+                    finished.append(one.trajectory)
+            except (EnvironmentFailure, EpisodeLate, JudgementMissing, Unscorable) as failure:
                 failures.append(f"{task.task_id}: {failure}")
 
     async with asyncio.TaskGroup() as group:
@@ -141,6 +149,8 @@ async def play_all(
             group.create_task(play(number, *one))
     if agents is not None:
         await agents.close()
+    if scorer is not None:
+        await scorer.close()
     await engine.close()
     if failures:
         raise ValueError(f"{len(failures)} of {len(drawn)} episodes failed, {failures[0]}")

@@ -18,7 +18,7 @@ from actors.formats.chat import Chat
 from actors.judge.factory import make_judge
 from actors.postprocess import ActorComponents
 from actors.questioning.questioner import make_questioner
-from actors.reward_terms import reward_terms
+from actors.rewards.scorer import RewardScorer
 from actors.scripted.reflection import Reflector
 from actors.worker import ActorReplaced, Worker
 from evolver_async.buffer.stages import eval_sets_of, source_of
@@ -69,7 +69,7 @@ def build(
         reflector=Reflector(reflection, failures) if reflection.kind == "llm" else None,
         agents=make_agents(config, engine, chat, failures),
         failures=failures,
-        reward_terms=reward_terms(config.rollout.reward_terms),
+        scorer=RewardScorer(config, failures) if config.reward.terms else None,
     )
     return Worker(config, client, source, engine, chat, name, incarnation, components)
 

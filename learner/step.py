@@ -161,7 +161,7 @@ class Updater(Models):
         steps: int,
     ) -> StepResult:
         """Train one step on preferences: the best member of each group against its worst."""
-        chosen = pairs(groups, masked=stage.loss.mask_truncated)
+        chosen = pairs(groups, stage.selection.by, masked=stage.loss.mask_truncated)
         metrics = taken_metrics(stage, groups)
         if not chosen.groups:
             return StepResult([], chosen.filtered, 0, 0, metrics)

@@ -12,7 +12,8 @@ from actors.formats.turns import FORMATS, THOUGHTFUL, extractor
 from actors.judge.factory import JUDGES
 from actors.llm.client import authorization
 from actors.questioning.profile import load_profile
-from actors.reward_terms import reward_terms
+from actors.rewards.own import load_function
+from actors.rewards.scorer import RewardScorer, check_terms
 from actors.rollout.conversation import tool_names
 from actors.rollout.episode_config import format_name, format_of
 from evolver_async.buffer.stages import TICKETS, eval_sets_of, source_of
@@ -56,9 +57,12 @@ def check(config: Config) -> None:
     check_own(config)
     if config.rollout.agent_reward == "judged":
         authorization(config.judge.llm, "judge")
+    RewardScorer(config)  # which checks the parameters of its terms
     if config.questioning.profile:
         load_profile(config.questioning.profile)
-    for index, stage, staged, name, env in _environments(config):
+    for index, stage, staged, task, env in _environments(config):
+        name = task.env
+        check_terms(staged, task)
         _check_async(index, stage, staged, name, env)
         _check_turns(staged, name, env)
         _check_service(staged, name, env)
@@ -92,18 +96,20 @@ def check_own(config: Config) -> None:
         load_agent(rollout.agent)
     if is_own(judge):
         implementation("judge.kind", judge, JUDGES)
-    reward_terms(rollout.reward_terms)
+    for index, term in enumerate(config.reward.terms):
+        if is_own(term.name):
+            load_function(f"reward.terms[{index}]", term.name)
     if is_own(rollout.format):
         implementation("rollout.format", rollout.format, FORMATS)
     extractor(rollout.extract)
 
 
-def _environments(config: Config) -> Iterator[tuple[int, StageConfig, Config, str, base.Env]]:
+def _environments(config: Config) -> Iterator[tuple[int, StageConfig, Config, Task, base.Env]]:
     """Yield every environment that tasks of a stage need, with the stage's own configuration."""
     for index, stage in enumerate(config.stages):
         staged = stage_config(config, index)
         for task in source_of(staged).examples():
-            yield index, stage, staged, task.env, base.make_env(task.env, task.params)
+            yield index, stage, staged, task, base.make_env(task.env, task.params)
 
 
 def _check_evaluated(config: Config) -> None:
@@ -133,6 +139,7 @@ def of_evaluated(config: Config, task: Task, error: ValueError) -> str:
 def _check_played(config: Config, task: Task) -> None:
     """Raise ValueError for a task that an evaluation cannot play."""
     env = base.make_env(task.env, task.params)
+    check_terms(config, task)
     _check_turns(config, task.env, env)
     _check_service(config, task.env, env)
     if config.launch.kind == "serial" and base.asynchronous(env):

@@ -84,7 +84,7 @@ def setting_of(
         max_reward=config.safety.max_reward,
         recorded=config.experience.kind != "none"
         or config.judge.kind not in ("none", "rule")
-        or bool(rollout.reward_terms)
+        or bool(config.reward.terms)
         or config.questioning.kind == "llm",
         hints=config.experience.top_k,
         hint_chars=config.experience.max_chars,
@@ -163,10 +163,10 @@ def _is_tiny(path: str) -> bool:
 
 
 def _scored_share(config: Config) -> float:
-    """Return the share of episodes whose scores are read: all if the rule, a judge of one's own or
-    a reward term may use them, else the share in which a model judge is compared with them."""
+    """Return the share of episodes whose scores are read: all if the rule or a judge of one's own
+    may use them, else the share in which a model judge is compared with them."""
     judge = config.judge
-    if config.rollout.reward_terms or judge.kind not in ("none", "self", "llm"):
+    if judge.kind not in ("none", "self", "llm"):
         return 1.0
     return 0.0 if judge.kind == "none" else judge.probes
 

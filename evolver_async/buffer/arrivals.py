@@ -108,4 +108,5 @@ def _arrival(trajectory: Trajectory, tokens: int) -> records.Arrived:
         guided=guided,
         turns=len(trajectory.turn_rewards),
         sampled=ends(trajectory),
+        terms=trajectory.terms,
     )

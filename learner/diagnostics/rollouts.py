@@ -1,8 +1,11 @@
 """Metrics of the groups of one take. Pure."""
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from evolver_async.config import Config
+from evolver_async.rewards import alike, term_means
 from evolver_async.schema import Array, Group, TurnFlag
 from learner.data.batch import Batch
 from learner.data.collate import guided
@@ -12,6 +15,8 @@ from learner.data.resampling import flagged, tool_calls
 def taken_metrics(stage: Config, groups: list[Group]) -> dict[str, float]:
     """Measure the groups before selection."""
     metrics = rollout_metrics(groups) | length_metrics(groups) | own_metrics(groups)
+    if stage.reward.terms:
+        metrics |= reward_metrics(groups, [term.called for term in stage.reward.terms])
     if stage.experience.kind != "none":
         metrics |= experience_metrics(groups)
     if stage.tasks.mixture or stage.tasks.path:
@@ -36,6 +41,17 @@ def rollout_metrics(groups: list[Group]) -> dict[str, float]:
         "train/tool_errors": flagged(calls, TurnFlag.TOOL_ERROR),
         "train/zero_spread": sum(map(_members_alike, groups)) / len(rewards),
     }
+
+
+def reward_metrics(groups: list[Group], names: Sequence[str]) -> dict[str, float]:
+    """Measure the mean of each reward term, without its weight, and of the terms `names` that
+    abstained the share of trajectories from which they did."""
+    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+    metrics = {f"train/reward/{name}": value for name, value in term_means(trajectories).items()}
+    for name in names:
+        if lacking := sum(name not in one.terms for one in trajectories):
+            metrics[f"train/abstained/{name}"] = lacking / len(trajectories)
+    return metrics
 
 
 def length_metrics(groups: list[Group]) -> dict[str, float]:
@@ -63,9 +79,9 @@ def own_metrics(groups: list[Group]) -> dict[str, float]:
 
 
 def _members_alike(group: Group) -> int:
-    """Return the number of members if all have the same reward, else 0."""
+    """Return the number of members if all have equal rewards, else 0."""
     rewards = [trajectory.reward for trajectory in group.trajectories]
-    return len(rewards) if min(rewards) == max(rewards) else 0
+    return len(rewards) if alike(rewards) else 0
 
 
 def env_metrics(groups: list[Group]) -> dict[str, float]:

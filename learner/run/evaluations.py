@@ -154,6 +154,7 @@ class EvaluationTracker:
                 "eval/version": float(result.weights.step),
                 "eval/stage": float(asked.stage),
                 "time_s": seconds,
+                **{f"eval/reward/{name}": value for name, value in result.terms.items()},
                 **asked.progress,
             }
             for one in result.sets:
@@ -174,6 +175,7 @@ def _set_values(result: SetResult) -> dict[str, float]:
         f"{prefix}/turns_mean": result.turns_mean,
         f"{prefix}/episodes": float(result.episodes),
         f"{prefix}/distinct": float(result.distinct),
+        **{f"{prefix}/reward/{name}": value for name, value in result.terms.items()},
     }
     if result.tasks:
         values[f"{prefix}/best@{k}"] = result.best_success

@@ -104,9 +104,10 @@ class StatusReport:
         """The reason for which dynamic sampling stops refilling."""
         replay = self.state.replay
         ready = len(replay.by_state["ready"])
+        equal = "successes" if replay.numbers.by_success else "rewards"
         return (
             f"selection.max_refills: {replay.at.zero_spread} groups since the last take had equal"
-            f" rewards throughout, and only {ready} of {replay.numbers.groups_per_step} had not:"
+            f" {equal} throughout, and only {ready} of {replay.numbers.groups_per_step} had not:"
             " the tasks are too easy or too hard for this policy"
         )
 

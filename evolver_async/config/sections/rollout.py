@@ -7,7 +7,6 @@ from evolver_async.config.values.rules import (
     IMPORT_PATH,
     Count,
     Fraction,
-    ImportPath,
     Open,
     Pattern,
     Positive,
@@ -77,9 +76,6 @@ class RolloutConfig:
     temperature: Positive = 1.0
     # added to the reward for every turn that cannot be parsed or has an action that does not exist
     format_penalty: Signed = -0.1
-    # functions of one's own, whose sum is added to the reward of every finished episode that is
-    # made for training; evaluations measure the environment's reward
-    reward_terms: list[ImportPath] = field(default_factory=list)
     truncated_reward: Signed = 0.0  # added unless the environment terminates the episode
     guided_fraction: Fraction = 0.5  # share of a group's members that experience guides
     # rollout groups with guided members: all (fixed), a repeat of each group that failed throughout

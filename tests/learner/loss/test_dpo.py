@@ -220,3 +220,12 @@ def test_a_stage_of_a_run_learns_the_bandit_from_what_its_first_policy_sampled(t
     assert math.exp(rows[-1]["dpo/better"]) * sum(success) / len(success) > 0.8
     (*_, last) = (row["eval/success"] for row in run.rows if "eval/success" in row)
     assert rows[-1]["dpo/accuracy"] == 1 and last >= 0.9
+
+
+def test_by_success_a_group_that_failed_throughout_makes_no_pair():
+    shaped, solved = group_of(0, [-0.3, -0.1]), group_of(1, [-0.1, 1.0])
+    solved.trajectories[0].success, solved.trajectories[1].success = False, True
+    for one in shaped.trajectories:
+        one.success = False
+    assert pairs([shaped, solved], "success").filtered == {"zero_spread": [0]}
+    assert pairs([shaped, solved]).filtered == {}
