@@ -37,6 +37,7 @@ from evolver_async.protocol.envelope import SCHEMA_HASH
 from evolver_async.transport.addresses import beside
 from evolver_async.transport.client import Client, Rejected
 from evolver_async.transport.dealer import DealerClient
+from evolver_async.transport.heartbeat import Heartbeat
 from evolver_async.transport.names import unresolved
 
 UNPLAYABLE = "this host cannot play the run's episodes"
@@ -185,13 +186,25 @@ async def work(
     address = beside(welcome.experience_address, args.address)
     experience = _connect(args, address, welcome.run_id) if address else None
     identity = args.name, args.incarnation
-    worker = build(config, client, welcome.weights_address, *identity, experience)
-    worker.tickets.launch = welcome.launch
-    collect_rarely()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, worker.stop.set)
-    await worker.run()
+    worker: Worker | None = None
+
+    def beat() -> messages.Beat:
+        loading = messages.Beat(role="actor", phase="load of the model")
+        return loading if worker is None else worker.beat()
+
+    whose = args.address, welcome.run_id, *identity, args.keys
+    heartbeat = Heartbeat(*whose, warn_s=config.buffer.warn_s, read=beat)
+    heartbeat.start()
+    try:
+        worker = build(config, client, welcome.weights_address, *identity, experience)
+        worker.tickets.launch = welcome.launch
+        collect_rarely()
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, worker.stop.set)
+        await worker.run()
+    finally:
+        heartbeat.stop()
 
 
 def _connect(args: RoleArgs, address: str, run_id: str) -> DealerClient:

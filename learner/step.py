@@ -89,6 +89,7 @@ class Updater(Models):
             return StepResult([], chosen.filtered, 0, 0, metrics)
         lags = lag_table(chosen.groups, state.head, forks)
         batch = collate(chosen.groups, lags, self._internalise(stage))
+        self.ranks.plan(batch.whole(), self.layout, gradient=True)
         # Interpolation is along one line of versions, in one context. Tokens of an abandoned
         # lineage are on no such line, and stripped tokens have two contexts.
         interpolates = stage.correction.anchor == "interpolate" and batch.sampled is None
@@ -146,6 +147,7 @@ class Updater(Models):
     ) -> StepResult:
         """Train one step on the next tokens of demonstrations."""
         batch = collate(groups, {}, self._internalise(stage))
+        self.ranks.plan(batch.whole(), self.layout, gradient=True)
         applied = self._update(stage, batch.whole(), supervised_loss, state, steps)
         self._check_finite(state, applied, batch)
         metrics = taken_metrics(stage, groups) | applied.metrics
@@ -167,6 +169,7 @@ class Updater(Models):
             return StepResult([], chosen.filtered, 0, 0, metrics)
         lags = lag_table(chosen.groups, state.head, forks)
         batch = collate(chosen.groups, lags, self._internalise(stage), whole_groups=True)
+        self.ranks.plan(batch.whole(), self.layout, gradient=True)
         assert self.reference is not None, "a dpo stage was entered without a reference"
         reference_N = self._scorer(stage)(self.reference, batch.whole())
         loss = PreferenceLoss(stage.loss, pair_signs(batch), reference_N)

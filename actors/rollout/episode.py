@@ -97,7 +97,8 @@ class Episode:
             self.progress.generating += 1
             try:
                 generating = self.progress.clock.during(GENERATING)
-                with generating, self.progress.during(self.member, f"generation of turn {turn}"):
+                doing = f"generation of turn {turn}"
+                with generating, self.progress.during(self.member, doing, shared=True):
                     context = self.conversation.tokens
                     generation = await policy.write(self.environment, context, turn)
             finally:

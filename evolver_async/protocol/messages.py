@@ -99,6 +99,27 @@ class Counters(Message, tag="counters"):
     first_reply: Annotated[str, msgspec.Meta(max_length=REPLY_CHARS)] = ""
 
 
+class Beat(Message, tag="beat"):
+    """Heartbeat, sent by a thread beside the work: a step or a forward pass may take minutes.
+
+    `count` changes with every piece of work. `busy`: the process or a descendant has used a
+    processor, or moved data, since its last beat. `phase`: its present activity. The others are
+    the learner's: `step_s` seconds of computation of step `step`, whose passes are done to `share`,
+    in `micro_batches` of `tokens` in all.
+    """
+
+    role: str
+    phase: str
+    count: int = 0
+    busy: bool = False
+    incarnation: int = 0
+    step: int = 0
+    step_s: float = 0.0
+    share: float = 0.0
+    micro_batches: int = 0
+    tokens: int = 0
+
+
 class Retrieve(Message, tag="retrieve"):
     """Query of the experience service for a task, which is given in words."""
 
@@ -190,7 +211,9 @@ class StatusRequest(Message, tag="status"):
 ActorRequest = Lease | Push | Pushes | Renew | Release | Offer
 LearnerRequest = Sample | Done | Resume | Kept
 ExperienceRequest = Retrieve | Contribute | Purge
-Request = Hello | Counters | StatusRequest | ActorRequest | LearnerRequest | ExperienceRequest
+Request = (
+    Hello | Counters | Beat | StatusRequest | ActorRequest | LearnerRequest | ExperienceRequest
+)
 
 
 class Welcome(Message, tag="welcome"):

@@ -37,6 +37,7 @@ from evolver_async.protocol.evaluations import EvalResult, SetResult
 from evolver_async.protocol.failures import FailureTotal
 from evolver_async.protocol.messages import (
     Ack,
+    Beat,
     Contribute,
     Counters,
     Done,
@@ -255,6 +256,7 @@ MESSAGES = {
         values=st.dictionaries(text, number, max_size=3),
         failures=st.lists(failures, max_size=2),
     ),
+    "beat": st.builds(Beat, role=text, phase=text, count=count, busy=st.booleans(), share=number),
     "retrieve": st.builds(Retrieve, query=text),
     "contribute": st.builds(
         Contribute,
