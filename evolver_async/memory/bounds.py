@@ -11,7 +11,7 @@ from evolver_async.memory.units import DTYPE_BYTES
 
 MASTER_BYTES = 16  # of a trained parameter: float32 value and gradient, two moments of Adam
 CRITICS = ("gae", "gae_bilevel", "vtrace")
-MAX_COPIED = 1 << 25  # parameters of a model whose linear weights an engine on a CPU copies, merged
+MAX_COPIED = 1 << 28  # parameters of a model whose linear weights an engine on a CPU copies, merged
 KEPT_HIDDEN = 4  # least number of activations of hidden size that a layer keeps
 KEPT_INNER = 3  # and of activations of the size of its MLP
 

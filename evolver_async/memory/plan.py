@@ -17,9 +17,10 @@ from evolver_async.config.sections.channel import channel, versions_kept
 from evolver_async.memory.bounds import CRITICS, MAX_COPIED
 from evolver_async.memory.passes import activation_bytes, logits_bytes, prefill_bytes
 from evolver_async.memory.shape import DecoderShape
-from evolver_async.memory.units import DTYPE_BYTES, FLOAT, MIB
+from evolver_async.memory.units import DTYPE_BYTES, FLOAT, MIB, stored
 
 PREFILL = "prefill"  # held while an engine computes: in a serial run one at a time
+MERGED = "merged weights"  # of an engine on a CPU
 LOADING = "weights on their way to the GPU"  # likewise, while an engine begins
 
 # Anonymous memory of a process before its model, in bytes: see RESULTS.md, "Memory, predicted".
@@ -89,11 +90,19 @@ def memory_plan(
     config: Config, shape: DecoderShape, *, learner_gpu: bool, actor_gpu: bool
 ) -> MemoryPlan:
     """Plan a run. `learner_gpu`, `actor_gpu`: these processes compute on GPUs."""
+    rounds = config.policy.dtype == "bfloat16"
+    acting, config = stored(config, actor_gpu), stored(config, learner_gpu)
     stages = [stage_config(config, index) for index in range(len(config.stages))]
     parts = tuple(_learner(config, stages, shape, learner_gpu))
+    if rounds and not learner_gpu and config.learner.ranks == 1:
+        kept = [one for one in parts if one.name in ("weights", "KL reference", "critic")]
+        parts += (_rounded(shape, sum(one.size > 0 for one in kept)),)
     learner = ProcessPlan("learner", config.learner.ranks, parts)
     actors = config.actors.bounds()[1]
-    actor = ProcessPlan("actor", actors, tuple(_actor(config, stages, shape, actor_gpu)))
+    of_actor = tuple(_actor(acting, stages, shape, actor_gpu))
+    if rounds and not actor_gpu and config.engine.kind == "torch":
+        of_actor = *(one for one in of_actor if one.name != MERGED), _rounded(shape, 1)
+    actor = ProcessPlan("actor", actors, of_actor)
     buffer = [_base("buffer"), MemoryPart("groups", _groups_bytes(stages), "buffer.limit_bytes")]
     others = [ProcessPlan("buffer", 1, tuple(buffer))]
     if config.launch.kind == "serial":
@@ -110,6 +119,12 @@ def memory_plan(
 
 def _base(role: str) -> MemoryPart:
     return MemoryPart("process and libraries", BASES[role], "")
+
+
+def _rounded(shape: DecoderShape, copies: int) -> MemoryPart:
+    """Part of a process on a CPU that keeps the weights of so many decoders in bfloat16, too."""
+    size = copies * DTYPE_BYTES["bfloat16"] * shape.decoder
+    return MemoryPart("rounded weights", size, "policy.dtype")
 
 
 def _copy(config: Config, shape: DecoderShape) -> float:
@@ -202,7 +217,7 @@ def _actor(
     mapped = not (vllm or gpu) and channel(config) == "shm" and not config.policy.lora.rank
     yield MemoryPart("weights", 0 if mapped else copy, _model_key(config), gpu)
     if not (vllm or gpu) and shape.parameters <= MAX_COPIED:
-        yield MemoryPart("merged weights", copy, _model_key(config))
+        yield MemoryPart(MERGED, copy, _model_key(config))
     yield MemoryPart("KV cache", kv_bytes(config, shape), _kv_key(config), gpu)
     if vllm and not gpu:  # packed beside those in use
         yield MemoryPart("staged weights", copy, "engine.tensor_parallel")
