@@ -129,7 +129,7 @@ def _rounded(shape: DecoderShape, copies: int) -> MemoryPart:
 
 def _copy(config: Config, shape: DecoderShape) -> float:
     """Bytes of one copy of the policy, as engines and files hold it."""
-    return shape.parameters * DTYPE_BYTES[config.policy.dtype]
+    return shape.parameters * DTYPE_BYTES[config.policy.decided_dtype]
 
 
 def _loading(config: Config, shape: DecoderShape) -> MemoryPart:
@@ -137,7 +137,7 @@ def _loading(config: Config, shape: DecoderShape) -> MemoryPart:
 
     Pages of files in the wanted type can be reclaimed.
     """
-    converts = shape.stored not in ("", config.policy.dtype)
+    converts = shape.stored not in ("", config.policy.decided_dtype)
     return MemoryPart(LOADING, converts * _copy(config, shape), "policy.dtype")
 
 
@@ -156,7 +156,7 @@ def _learner(
     trained = adapter_parameters(config, shape) if adapted else shape.parameters
     yield _base("learner")
     # Several ranks hold float32 shards; one rank on a short type holds both.
-    short = copy if config.policy.dtype != "float32" and ranks == 1 and not adapted else 0
+    short = copy if config.policy.decided_dtype != "float32" and ranks == 1 and not adapted else 0
     weights = (copy if adapted else FLOAT * shape.parameters) / ranks + short
     if ranks > 1:
         weights += FLOAT * (shape.layer + shape.embedding)  # gathered for the pass
@@ -197,11 +197,11 @@ def _critic(config: Config, shape: DecoderShape) -> float:
     """
     if config.critic.kind == "shared":
         return 0
-    ranks, copy = config.learner.ranks, shape.decoder * DTYPE_BYTES[config.policy.dtype]
+    ranks, copy = config.learner.ranks, shape.decoder * DTYPE_BYTES[config.policy.decided_dtype]
     if config.policy.lora.rank:
         frozen = copy if ranks > 1 else 0
         return (frozen + 4 * FLOAT * adapter_parameters(config, shape)) / ranks
-    short = copy if config.policy.dtype != "float32" and ranks == 1 else 0
+    short = copy if config.policy.decided_dtype != "float32" and ranks == 1 else 0
     return 4 * FLOAT * shape.decoder / ranks + short
 
 
@@ -270,7 +270,7 @@ def kv_bytes(config: Config, shape: DecoderShape) -> float:
     if config.engine.kind == "vllm":
         return config.engine.kv_cache_bytes or 128 * MIB
     columns = config.engine.slots * (config.policy.max_length + 1)
-    return 2 * columns * shape.layers * shape.keys * DTYPE_BYTES[config.policy.dtype]
+    return 2 * columns * shape.layers * shape.keys * DTYPE_BYTES[config.policy.decided_dtype]
 
 
 def adapter_parameters(config: Config, shape: DecoderShape) -> int:
