@@ -41,7 +41,7 @@ def convert(source: Path, directory: Path) -> None:
         raise ModelError(f"{source} has no chat template")
     config = copy.deepcopy(read.config)
     if hasattr(config, "quantization_config"):  # the weights are no longer quantized
-        del config.quantization_config
+        delattr(config, "quantization_config")
     model = AutoModelForCausalLM.from_config(
         AutoConfig.for_model(**config.to_dict()), dtype=torch.float32
     )

@@ -3,7 +3,7 @@
     OMP_NUM_THREADS=1 python tests/benchmarks/bench_sums.py MODEL [--mark .7] [--seeds 0] \\
         [--limit 1500] [--only ours|trl]
 
-MODEL is the directory that `make model` writes. Both learn the rows of `examples/sums.jsonl` with
+MODEL is the directory that `make model` writes. Both learn the rows of `configs/rows/sums.jsonl` with
 the same model, prompts, reward, group size (8), learning rate and rows of an update (64), one after
 the other on the same machine: ours by `configs/arithmetic.yaml`, an actor and a learner of one
 thread each, its evaluations included; TRL in an environment of its own, which the first call makes,
@@ -24,7 +24,7 @@ from trl_time_to import Evaluation, ours, report, rows_of, running
 from evolver_async.config.load import dump, load
 
 RECIPE = ROOT / "configs" / "arithmetic.yaml"
-ROWS = ROOT / "examples" / "sums.jsonl"
+ROWS = ROOT / "configs" / "rows" / "sums.jsonl"
 HELD_OUT, BATCH, UPDATES = 128, 32, 60
 THREADS = 2  # of TRL
 
