@@ -3,8 +3,8 @@
     OMP_NUM_THREADS=1 python tests/benchmarks/bench_sums.py MODEL [--mark .7] [--seeds 0] \\
         [--limit 1500] [--only ours|trl]
 
-MODEL is the directory that `make model` writes. Both learn the rows of `configs/rows/sums.jsonl` with
-the same model, prompts, reward, group size (8), learning rate and rows of an update (64), one after
+MODEL is the directory that `make model` writes. Both learn `configs/rows/sums.jsonl` with the same
+model, prompts, reward, group size (8), learning rate and rows of an update (64), one after
 the other on the same machine: ours by `configs/arithmetic.yaml`, an actor and a learner of one
 thread each, its evaluations included; TRL in an environment of its own, which the first call makes,
 with two threads and its fastest batch, evaluations left out.
