@@ -65,7 +65,7 @@ class Worker:
         self.source = source
         self.engine = engine
         self.name = name
-        self.arrival = ArrivalCheck(engine, config.policy.dtype, failures.noted)
+        self.arrival = ArrivalCheck(engine, config.policy.decided_dtype, failures.noted)
         self.reporter = Reporter(client, engine, self.components, self.arrival)
         self.clock = ActivityClock(ACTOR_LEVELS, busy=lambda: engine.stats()["busy_s"])
         ends, identity = (source, engine, self.arrival), (config.run.seed, name)

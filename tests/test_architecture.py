@@ -84,6 +84,7 @@ HOMES: dict[str, tuple[str, ...]] = {
         "evolver_async.model.lean",
         "evolver_async.model.tree_attention",
         "evolver_async.model.lora",
+        "evolver_async.model.precision",
         "evolver_async.model.products",
         "evolver_async.model.projection",
         "evolver_async.model.tiny",  # the part of policy that makes the preset

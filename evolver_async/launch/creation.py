@@ -23,7 +23,7 @@ from evolver_async.buffer.stages import evaluation_digest, source_of
 from evolver_async.buffer.tasks.source import held_out_task
 from evolver_async.checkpoint.directory import exists
 from evolver_async.config import Config
-from evolver_async.config.load import dump, stage_config
+from evolver_async.config.load import dump, load_written, stage_config
 from evolver_async.config.paths import directory_of, with_absolute_paths, with_task_paths
 from evolver_async.config.values.errors import ConfigError
 from evolver_async.errors import USER_ERROR, Unrecoverable
@@ -74,7 +74,7 @@ def create(
             fill(run_dir)
             resolved = with_own_tasks(resolved, run_dir)
             dump(resolved, run_dir / "config.yaml")
-            complete(resolved, run_dir)
+            resolved = complete(resolved, run_dir)
         except BaseException:
             with suppress(OSError):  # as of a mount point, which is left empty
                 _clear(run_dir)  # the mark comes last: a second signal leaves it
@@ -116,15 +116,18 @@ def _clear(run_dir: Path) -> None:
             left.unlink()
 
 
-def complete(config: Config, run_dir: Path) -> None:
-    """Make the files that a run directory needs beside its configuration."""
+def complete(config: Config, run_dir: Path) -> Config:
+    """Make the files that a run directory needs beside its configuration; return this, decided."""
     own = run_dir / "policy"
     copied = exists(run_dir / "checkpoints")
     if config.policy.path == str(own) and own.exists() and not copied:
         shutil.rmtree(own)  # perhaps incomplete: its creation was interrupted
     _prepare(config, run_dir)
+    decided = load_written(run_dir, checked=False).policy.dtype
+    config = replace(config, policy=replace(config.policy, dtype=decided))
     measure(config, run_dir)
     (run_dir / CREATING).unlink()
+    return config
 
 
 def check_changed(config: Config) -> None:
