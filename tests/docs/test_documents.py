@@ -23,7 +23,7 @@ EXAMPLES = sorted(path for path in (ROOT / "examples").iterdir() if path.is_file
 FOLDERS = ("actors", "configs", "docs", "evolver_async", "examples", "learner", "tests")
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 PATH = re.compile(rf"(?<![\w./-])((?:{'|'.join(FOLDERS)})/[\w./{{}},*-]*|[\w-]+\.(?:md|txt|toml))")
-FILES = ("metrics.jsonl", "run.json", "first_reply.txt")  # of a run directory, spelled like keys
+FILES = ("metrics.jsonl", "run.json")  # of a run directory, spelled like keys
 COMMAND = re.compile(r"(?<![\w/.])evolver-async +([a-z]+)")
 KEY = re.compile(r"`((?:[a-z_]+\.)+[a-z_]+)(?:=[^`]*|: [^`]*)?`")
 TRAIN = re.compile(r"evolver-async train ((?:configs|examples)/[^`\n#]*)")
