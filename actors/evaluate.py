@@ -39,16 +39,26 @@ def evaluate(
     chosen, manifest = history.choose(
         run_dir / "checkpoints", config.run.name or run_dir.name, step
     )
+    weights = shards.read(chosen, "model")
+    return _evaluated(config, f"{run_dir}, step {manifest.step}", episodes, weights)
+
+
+def evaluate_model(config: Config, episodes: int) -> str:
+    """Evaluate the untouched model of a recipe as `evaluate` does that of a checkpoint."""
+    return _evaluated(config, config.policy.path, episodes, None)
+
+
+def _evaluated(config: Config, name: str, episodes: int, weights: dict | None) -> str:
+    """Play the episodes of the last stage; `weights`: None for those of the policy directory."""
     last = len(config.stages) - 1
     staged = stage_config(config, last)
     source = source_of(staged)
     tasks = [held_out_task(source, number) for number in range(episodes)]
-    weights = shards.read(chosen, "model")
     drawn = [Drawn(task, 0, config.eval.temperature) for task in tasks]
     trajectories = asyncio.run(play_all(staged, last, drawn, weights))
     success = statistics.fmean(trajectory.success for trajectory in trajectories)
     reward = statistics.fmean(trajectory.reward for trajectory in trajectories)
-    line = f"{run_dir}, step {manifest.step}: success {success:.3f}, reward {reward:.3f}"
+    line = f"{name}: success {success:.3f}, reward {reward:.3f}"
     line += f" over {episodes} {config.eval.split} episodes, {_distinct(trajectories)} distinct"
     values = exact(tasks, staged.rollout.max_turns * staged.rollout.actions_per_turn)
     if values is not None:
@@ -62,7 +72,7 @@ def evaluate(
     return "\n".join(lines)
 
 
-async def _evaluate_set(config: Config, stage: int, chosen: EvalSet, weights: dict) -> str:
+async def _evaluate_set(config: Config, stage: int, chosen: EvalSet, weights: dict | None) -> str:
     """Play one set of `eval.sets`; return its averages in words."""
     drawn = [
         Drawn(chosen.task(number), sample, chosen.temperature)
@@ -98,7 +108,7 @@ class Drawn(NamedTuple):
 
 
 async def play_all(
-    config: Config, stage: int, drawn: list[Drawn], weights: dict
+    config: Config, stage: int, drawn: list[Drawn], weights: dict | None
 ) -> list[Trajectory]:
     """Run the episodes; the group of a trajectory is the number of its episode in `drawn`."""
     held = WeightId(lineage=0, step=0)

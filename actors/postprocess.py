@@ -16,6 +16,7 @@ from actors.engines.weight_sync import WeightsLate
 from actors.envs.base import EnvironmentFailure
 from actors.experience.guide import ServiceGuide
 from actors.failures import FailureCounts, unread
+from actors.first_reply import FirstReply
 from actors.judge.judge import Judge, JudgedEpisode
 from actors.outbox import Outbox
 from actors.progress import TicketProgress
@@ -46,6 +47,7 @@ class ActorComponents:
     reflector: Reflector | None = None
     failures: FailureCounts = field(default_factory=FailureCounts)  # theirs and the episodes'
     reward_terms: dict[str, RewardTerm] = field(default_factory=dict)
+    first_reply: FirstReply = field(default_factory=FirstReply)
     has_read: bool = False  # some turn of the policy
 
     def counters(self) -> dict[str, float]:
@@ -132,6 +134,8 @@ class TicketPostprocessing:
         if self.components.reward_terms and self.ticket.kind == "rollout":
             self._add_terms(finished)
         self.finished.append(finished)
+        if self.components.first_reply.take_in(self.ticket, finished.trajectory, self.setting):
+            self.components.failures.noted.set()  # the next report has the text
         try:
             if self.components.judge is not None and self.ticket.kind == "rollout":
                 with self.progress.during(member, "judging"):

@@ -218,6 +218,10 @@ class Chat:
         short = len(tokens) <= LONGEST_TURN
         return self._texts(tuple(tokens)) if short else self._decode(tokens)
 
+    def decoded(self, tokens: list[int]) -> str:
+        """Decode tokens as they are, special ones included."""
+        return self._decode(tokens)
+
     def _decode(self, tokens: Iterable[int]) -> str:
         return self._tokenizer.decode(list(tokens), clean_up_tokenization_spaces=False)
 

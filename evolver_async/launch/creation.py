@@ -57,9 +57,13 @@ def create(
     name, run_dir = _made(config, f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}")
     _refuse_existing(run_dir)
     resolved = with_absolute_paths(config)
+    starts = "always" if resolved.policy.path else "never"
     resolved = replace(
         resolved,
         run=replace(config.run, name=name),
+        eval=replace(config.eval, at_start=starts)
+        if config.eval.at_start == "auto"
+        else config.eval,
         policy=replace(config.policy, path=resolved.policy.path or str(run_dir / "policy")),
     )
     # a signal raises, so that an incomplete directory is removed

@@ -4,7 +4,9 @@ Each may arrive twice, for delivery is at least once.
 """
 # ruff: noqa: RUF012 (msgspec copies the defaults)
 
-from typing import Any
+from typing import Annotated, Any
+
+import msgspec
 
 from evolver_async.lineages import Fork
 from evolver_async.protocol.delivery import (
@@ -24,6 +26,7 @@ from evolver_async.protocol.transcripts import Transcript
 from evolver_async.schema import Group, Task, Ticket, WeightId
 
 LOSING = ("environment", "engine", "grade")
+REPLY_CHARS = 4000  # of an actor's first reply, prompt included
 
 
 class Hello(Message, tag="hello"):
@@ -85,11 +88,15 @@ class Offer(Message, tag="offer"):
 
 
 class Counters(Message, tag="counters"):
-    """Totals since the sender's start, or current values; those of several senders are added."""
+    """Totals since the sender's start, or current values; those of several senders are added.
+
+    `first_reply`: an actor's first episode as text, in one message.
+    """
 
     values: dict[str, float]  # by metric name
     failures: list[FailureTotal] = []
     gauges: dict[str, float] = {}  # of the sender's process and host, which are not added
+    first_reply: Annotated[str, msgspec.Meta(max_length=REPLY_CHARS)] = ""
 
 
 class Beat(Message, tag="beat"):

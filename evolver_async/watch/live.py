@@ -22,6 +22,7 @@ from rich.live import Live
 
 from evolver_async.config import Config
 from evolver_async.launch.run_directory import EXACT, address_of, facts_of, origin_of
+from evolver_async.metrics import first_reply
 from evolver_async.metrics.alerts import ALERTS
 from evolver_async.metrics.lineages import current_rows
 from evolver_async.metrics.tail import Tail
@@ -100,6 +101,7 @@ def _show(
     alerts = Tail(run_dir / ALERTS)
     told = embedded and config.launch.kind == "serial"  # by the learner's log, in this process
     earlier = alerts.rows()
+    reply_due = embedded and not first_reply.read(run_dir)
     if embedded:
         for row in itertools.chain.from_iterable(tail.pieces()):
             view.feed(row)
@@ -122,6 +124,11 @@ def _show(
             if line:
                 _print([line], live)
             _print(view.feed_alarms(row), live, sys.stderr)
+        if reply_due and (reply := first_reply.read(run_dir)):
+            reply_due = False
+            (live.console if live is not None else Console(soft_wrap=True)).print(
+                reply, markup=False, highlight=False
+            )
         lines = view.feed_alerts(alerts.rows())
         _print([] if told else lines, live, sys.stderr)
         quiet = time.monotonic() - quiet_since > QUIET_S

@@ -127,6 +127,9 @@ class EvalSetConfig:
 class EvalConfig:
     """Evaluation on held-out tasks with exact weights, greedy and never guided."""
 
+    # evaluate the model as it is before the first step, as step 0 of every curve; auto: always
+    # with policy.path, never the tiny preset
+    at_start: Literal["auto", "always", "never"] = "auto"
     every: int = 25  # versions between evaluations; 0 evaluates only after each stage
     # of the run's own evaluations; settings are to be chosen on `validation`
     split: Split = "test"
@@ -150,7 +153,8 @@ class CheckpointConfig:
 
     every: Count = 25  # learner steps; one is also written at the end of a stage and on SIGTERM
     keep: Annotated[int, Range(ge=2)] = 2  # the newest ones
-    keep_best: int = 1  # in addition, those with the highest eval/success; 0: none
+    # in addition, those with the highest eval/success, and an evaluated one of step 0; 0: none
+    keep_best: int = 1
     keep_every: int = 0  # in addition and for good, those of every n-th step; 0: none
 
 
