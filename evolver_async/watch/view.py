@@ -24,7 +24,8 @@ from evolver_async.watch.status import failures_of, longest_stall, waits_of
 
 ExactValues = Mapping[tuple[Any, Any], Mapping[str, float]]  # by stage and episodes
 
-REPEAT_S = 30.0  # until a repeated failure is printed again
+REPEAT_S = 30.0  # until a repeated failure is printed again, doubled each time
+REPEAT_LIMIT_S = 960.0
 SHOWN = 4  # failures, alerts and waiting processes, of each, in a panel
 LINE_S = 2.0  # of the run's time between two lines
 BARS = "▁▂▃▄▅▆▇█"
@@ -64,8 +65,8 @@ class View:
         self.alarms: dict[str, RowKey] = {}  # that fire, and the row in which they began
         self.failures: list[FailureTotal] = []  # the newest first
         self.alerts: list[str] = []  # that nothing else tells, the newest first
-        # count and time by kind and name
-        self._printed: dict[tuple[str, str], tuple[int, float]] = {}
+        # count, time of the next line and the pause after that, by kind and name
+        self._printed: dict[tuple[str, str], tuple[int, float, float]] = {}
         self.line_due_s = 0.0
         self.first: tuple[int, float] | None = None
 
@@ -168,15 +169,16 @@ class View:
     def feed_failures(self, status: dict[str, Any], now: float) -> list[str]:
         """Add the failures of the buffer's STATUS. Return the lines to print for them.
 
-        A new failure gets a line, a repeated one another line every REPEAT_S.
+        A new failure gets a line, a repeated one another line after each pause.
         """
         self.failures = failures_of(status)
         lines = []
         for failure in reversed(self.failures):
             source = (failure.kind, failure.name)
-            count, at = self._printed.get(source, (0, -math.inf))
-            if failure.count > count and now - at >= REPEAT_S:
-                self._printed[source] = (failure.count, now)
+            count, due, pause_s = self._printed.get(source, (0, -math.inf, REPEAT_S))
+            if failure.count > count and now >= due:
+                later_s = min(2 * pause_s, REPEAT_LIMIT_S)
+                self._printed[source] = (failure.count, now + pause_s, later_s)
                 lines.append(str(failure))
         return lines
 
