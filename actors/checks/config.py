@@ -3,7 +3,7 @@
 import importlib.util
 import inspect
 from collections.abc import Iterator
-from pathlib import Path
+from contextlib import contextmanager
 
 from actors.endpoint.runner import load_agent
 from actors.envs import base
@@ -17,7 +17,7 @@ from actors.rewards.scorer import RewardScorer, check_terms
 from actors.rollout.conversation import tool_names
 from actors.rollout.episode_config import format_name, format_of
 from evolver_async.buffer.stages import TICKETS, eval_sets_of, source_of
-from evolver_async.buffer.tasks.jsonl import line_of
+from evolver_async.buffer.tasks.source import TaskSource
 from evolver_async.config import Config, ConfigError, StageConfig
 from evolver_async.config.load import stage_config
 from evolver_async.config.sections.agentevolver import LLM_SECTIONS
@@ -60,12 +60,14 @@ def check(config: Config) -> None:
     RewardScorer(config)  # which checks the parameters of its terms
     if config.questioning.profile:
         load_profile(config.questioning.profile)
-    for index, stage, staged, task, env in _environments(config):
+    probed = set[str]()
+    for index, stage, staged, source, task, env in _environments(config):
         name = task.env
-        check_terms(staged, task)
+        with placed(source, task):
+            check_terms(staged, task)
         _check_async(index, stage, staged, name, env)
         _check_turns(staged, name, env)
-        _check_service(staged, name, env)
+        _check_service(staged, name, env, probed)
         key = f"stages[{index}].kind: {stage.kind}"
         if stage.kind == "sft" and not isinstance(env, base.Solvable):
             raise ValueError(f"{key} needs solve and actions, which env.name={name} has not")
@@ -84,8 +86,10 @@ def check(config: Config) -> None:
                 f"questioning.kind: {name} makes no goals of its states, for which it needs goal()"
                 " and a parameter `free`, an episode without goal"
             )
-    _check_evaluated(config)
-    _check_eval_sets(config)  # a set repeats what it does not change: a stage's own key comes first
+    _check_evaluated(config, probed)
+    _check_eval_sets(
+        config, probed
+    )  # a set repeats what it does not change: a stage's own key comes first
 
 
 def check_own(config: Config) -> None:
@@ -104,16 +108,22 @@ def check_own(config: Config) -> None:
     extractor(rollout.extract)
 
 
-def _environments(config: Config) -> Iterator[tuple[int, StageConfig, Config, Task, base.Env]]:
-    """Yield every environment that tasks of a stage need, with the stage's own configuration."""
+def _environments(
+    config: Config,
+) -> Iterator[tuple[int, StageConfig, Config, TaskSource, Task, base.Env]]:
+    """Yield every environment that tasks of a stage need, with the stage's own configuration; of
+    rows those of a few."""
     for index, stage in enumerate(config.stages):
         staged = stage_config(config, index)
-        for task in source_of(staged).examples():
-            yield index, stage, staged, task, base.make_env(task.env, task.params)
+        source = source_of(staged)
+        for task in source.examples():
+            with placed(source, task):
+                env = base.make_env(task.env, task.params)
+            yield index, stage, staged, source, task, env
 
 
-def _check_evaluated(config: Config) -> None:
-    """Raise ValueError, naming file and line, for a task of a file that cannot be evaluated.
+def _check_evaluated(config: Config, probed: set[str]) -> None:
+    """Raise ValueError, naming file and row, for a row that cannot be evaluated.
 
     Other evaluation tasks have the environments and parameters of the training tasks.
     """
@@ -121,34 +131,38 @@ def _check_evaluated(config: Config) -> None:
         staged = stage_config(config, index)
         source = source_of(staged)
         for task in source.examples(source.evaluated) if source.given is not None else ():
-            try:
-                _check_played(staged, task)
-            except ValueError as error:
-                raise ConfigError(of_evaluated(staged, task, error)) from error
+            with placed(source, task):
+                _check_played(staged, task, probed)
 
 
-def of_evaluated(config: Config, task: Task, error: ValueError) -> str:
-    """Return the message of an error with the place of the evaluation task that it is about."""
-    if not config.tasks.path:
-        return f"eval.split: {config.eval.split}: {error}"
-    path = Path(config.tasks.path)
-    line = line_of(path, config.env.name, config.env.params, task.task_id)
-    return f"tasks.path: {path}, line {line}: {error}"
+@contextmanager
+def placed(source: TaskSource, task: Task) -> Iterator[None]:
+    """Name file and row of a task that is one of a source's examples in an error about it; the
+    split, if it is a numbered task for evaluations."""
+    try:
+        yield
+    except ValueError as error:
+        if source.given is not None:
+            raise ConfigError(f"tasks.path: {source.given.where(task)}: {error}") from error
+        if task.split == "train":
+            raise
+        raise ConfigError(f"eval.split: {source.evaluated}: {error}") from error
 
 
-def _check_played(config: Config, task: Task) -> None:
+def _check_played(config: Config, task: Task, probed: set[str]) -> None:
     """Raise ValueError for a task that an evaluation cannot play."""
     env = base.make_env(task.env, task.params)
     check_terms(config, task)
     _check_turns(config, task.env, env)
-    _check_service(config, task.env, env)
+    _check_service(config, task.env, env, probed)
     if config.launch.kind == "serial" and base.asynchronous(env):
         raise ValueError(f"env.name: {task.env} {SERIAL_ASYNC}")
 
 
-def _check_service(config: Config, name: str, env: base.Env) -> None:
+def _check_service(config: Config, name: str, env: base.Env, probed: set[str]) -> None:
     """Refuse an environment whose requirements are missing, or whose calls cannot end before the
-    limit of a step: that limit would hide the failure, and the calls would go on."""
+    limit of a step: that limit would hide the failure, and the calls would go on. `probed` gets its
+    name: a probe can take a second, and tells the same of all its tasks."""
     if isinstance(env, base.Limited) and env.longest_call_s >= config.env.step_timeout_s:
         limits = [one for one in ("timeout_s", "retries", "wall_s") if hasattr(env, one)]
         raise ConfigError(
@@ -156,7 +170,9 @@ def _check_service(config: Config, name: str, env: base.Env) -> None:
             f" take {env.longest_call_s:.1f} s with all its attempts: raise it, or reduce"
             f" env.params.{' or env.params.'.join(limits)}"
         )
-    probe(name, env)
+    if name not in probed:
+        probe(name, env)
+        probed.add(name)
 
 
 def probe(name: str, env: base.Env) -> None:
@@ -172,14 +188,14 @@ def probe(name: str, env: base.Env) -> None:
         raise base.EnvError(f"env.name: {name!r} {problem}") from error
 
 
-def _check_eval_sets(config: Config) -> None:
+def _check_eval_sets(config: Config, probed: set[str]) -> None:
     """Raise ValueError, naming the key, for a set of `eval.sets` that cannot be played."""
     for index in range(len(config.stages)):
         staged = stage_config(config, index)
         for name, chosen in eval_sets_of(staged).items():
             for task in chosen.examples():
                 try:
-                    _check_played(staged, task)
+                    _check_played(staged, task, probed)
                 except ValueError as error:
                     raise ConfigError(of_set(name, error)) from error
 
