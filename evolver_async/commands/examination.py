@@ -3,7 +3,7 @@
 import argparse
 
 from evolver_async.commands.recipes import names_file, recipe_path
-from evolver_async.config.load import load, to_yaml
+from evolver_async.config.load import load, load_explained, to_yaml
 from evolver_async.config.paths import with_absolute_paths
 from evolver_async.config.plan import plan
 from evolver_async.config.secrets import mask
@@ -28,8 +28,8 @@ def show(args: argparse.Namespace) -> int:
     """Print the resolved recipe as YAML, and in comments what it would run."""
     if not args.positional or not names_file(args.positional[0]):
         raise ConfigError("config: a recipe must come first: evolver-async config RECIPE …")
-    config = load(recipe_path(args.positional[0]), args.positional[1:])
-    print(mask(to_yaml(config)), end="")
+    config, reasons = load_explained(recipe_path(args.positional[0]), args.positional[1:])
+    print(mask(to_yaml(config, reasons)), end="")
     for line in plan(config):
         print(f"# {mask(line)}")
     return 0

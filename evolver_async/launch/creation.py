@@ -22,14 +22,15 @@ from pathlib import Path
 from evolver_async.buffer.stages import evaluation_digest, source_of
 from evolver_async.buffer.tasks.source import held_out_task
 from evolver_async.checkpoint.directory import exists
-from evolver_async.config import Config
-from evolver_async.config.load import dump, stage_config
+from evolver_async.config import Config, hub
+from evolver_async.config.load import dump, load_written, stage_config
 from evolver_async.config.paths import directory_of, with_absolute_paths, with_task_paths
 from evolver_async.config.values.errors import ConfigError
 from evolver_async.errors import USER_ERROR, Unrecoverable
 from evolver_async.files import write_whole
 from evolver_async.launch.registry import resolve
 from evolver_async.launch.run_directory import (
+    CONVERTED,
     CREATING,
     EXACT,
     LOCK,
@@ -68,9 +69,9 @@ def create(
         try:
             _clear(run_dir)
             fill(run_dir)
-            resolved = with_own_tasks(resolved, run_dir)
+            resolved = with_snapshot(with_own_tasks(resolved, run_dir))
             dump(resolved, run_dir / "config.yaml")
-            complete(resolved, run_dir)
+            resolved = complete(resolved, run_dir)
         except BaseException:
             with suppress(OSError):  # as of a mount point, which is left empty
                 _clear(run_dir)  # the mark comes last: a second signal leaves it
@@ -104,7 +105,7 @@ def _refuse_existing(run_dir: Path) -> None:
 
 def _clear(run_dir: Path) -> None:
     """Mark the directory as incomplete; remove the files of an interrupted creation."""
-    (run_dir / CREATING).touch()
+    write_whole(run_dir / CREATING, "")
     for left in run_dir.iterdir():
         if left.is_dir() and not left.is_symlink():
             shutil.rmtree(left)
@@ -112,15 +113,27 @@ def _clear(run_dir: Path) -> None:
             left.unlink()
 
 
-def complete(config: Config, run_dir: Path) -> None:
-    """Make the files that a run directory needs beside its configuration."""
+def with_snapshot(config: Config) -> Config:
+    """Name the directory and the commit of a hub's model, downloaded if need be, not its id."""
+    if not hub.is_id(config.policy.path):
+        return config
+    directory = hub.snapshot(config.policy)
+    named = replace(config.policy, path=str(directory), revision=directory.name)
+    return replace(config, policy=named)
+
+
+def complete(config: Config, run_dir: Path) -> Config:
+    """Make the files that a run directory needs beside its configuration; return this, which names
+    the directory that a .gguf file was converted to."""
     own = run_dir / "policy"
-    copied = exists(run_dir / "checkpoints")
-    if config.policy.path == str(own) and own.exists() and not copied:
+    whole = exists(run_dir / "checkpoints") or (run_dir / CREATING).read_text() == CONVERTED
+    if config.policy.path == str(own) and own.exists() and not whole:
         shutil.rmtree(own)  # perhaps incomplete: its creation was interrupted
     _prepare(config, run_dir)
+    config = replace(config, policy=load_written(run_dir, checked=False).policy)
     measure(config, run_dir)
     (run_dir / CREATING).unlink()
+    return config
 
 
 def check_changed(config: Config) -> None:

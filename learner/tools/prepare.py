@@ -3,18 +3,21 @@
 import os
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from evolver_async.config import Config, ConfigError
-from evolver_async.config.load import load_written, stage_config
+from evolver_async.config.load import dump, load_written, stage_config
 from evolver_async.config.paths import embeds_by_model
 from evolver_async.config.sections.channel import channel
+from evolver_async.config.shape import GGUF
 from evolver_async.launch.gpus import VISIBLE
 from evolver_async.launch.registry import resolve
+from evolver_async.launch.run_directory import CONVERTED, CREATING
 from evolver_async.memory.gpus import gpus_used
-from evolver_async.model import policy
+from evolver_async.model import gguf, policy
 from evolver_async.process.setup import RoleArgs
 from learner.optimize import model
 
@@ -22,7 +25,8 @@ NAMES_KEY = re.compile(r"(policy|learner)\.[a-z_.]+: ")
 
 
 def main(args: RoleArgs) -> int:
-    """Write the tiny preset if the run has no policy directory; refuse a broken one.
+    """Write the tiny preset if the run has no policy directory, or convert the .gguf file that it
+    names; refuse a broken model.
 
     ConfigError if the context is too short for the environment's prompts or too long for the model,
     if a key needs a GPU that is not here, or if the embedder cannot be loaded.
@@ -32,7 +36,7 @@ def main(args: RoleArgs) -> int:
         raise ConfigError(problem)
     _check_embedder(config)
     try:
-        _make(config, args.run_dir / "policy")
+        config = _made(config, args.run_dir)
         _load(config)
     except policy.ModelError as error:
         said = " ".join(str(error).split())
@@ -87,9 +91,17 @@ def _stages(config: Config) -> Iterator[Config]:
             yield stage_config(config, index, rollbacks=1)
 
 
-def _make(config: Config, directory: Path) -> None:
-    """Write the tiny preset to the run's own policy directory, unless it is there."""
-    if config.policy.path == str(directory) and not directory.exists():
+def _made(config: Config, run_dir: Path) -> Config:
+    """Write the run's own policy directory, unless it is there; return a configuration that names
+    it, which is also that of the run from then on."""
+    directory = run_dir / "policy"
+    if config.policy.path.endswith(GGUF):
+        if not directory.exists():
+            gguf.convert(Path(config.policy.path), directory)
+        (run_dir / CREATING).write_text(CONVERTED)
+        config = replace(config, policy=replace(config.policy, path=str(directory)))
+        dump(config, run_dir / "config.yaml")
+    elif config.policy.path == str(directory) and not directory.exists():
         policy.make_tiny(
             directory,
             seed=config.run.seed,
@@ -100,6 +112,7 @@ def _make(config: Config, directory: Path) -> None:
             max_length=config.policy.max_length,
             words=_vocabulary(config),
         )
+    return config
 
 
 def _vocabulary(config: Config) -> list[str]:
