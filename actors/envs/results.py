@@ -4,6 +4,8 @@ Numbers and truth values of numpy become Python's own: the wire takes no others.
 """
 
 import math
+import re
+from collections.abc import Mapping
 from numbers import Real
 from typing import Any
 
@@ -11,6 +13,8 @@ import numpy as np
 
 from evolver_async.config.values.rules import check_plain
 from evolver_async.env import Exact, Info, Step
+
+METRIC_NAME = re.compile(r"[\w.@-]{1,64}")
 
 
 def checked_observation(value: object) -> str:
@@ -28,9 +32,21 @@ def checked_step(value: object) -> Step:
     truncated = truth("truncated of the Step", value.truncated)
     if not isinstance(value.info, Info):
         raise TypeError(f"info of the Step must be an Info, is {_described(value.info)}")
-    facts = zip(Info._fields, value.info, strict=True)
-    info = Info(*(truth(f"{name} of the Info", fact) for name, fact in facts))
+    names = "valid", "success", "tool_error"
+    facts = (truth(f"{name} of the Info", getattr(value.info, name)) for name in names)
+    metrics = checked_metrics("metrics of the Info", value.info.metrics)
+    info = Info(**dict(zip(names, facts, strict=True)), metrics=metrics)
     return Step(value.observation, reward, terminated, truncated, info)
+
+
+def checked_metrics(what: str, value: object) -> dict[str, float]:
+    """Return finite numbers by name; TypeError or ValueError, which names the wrong one."""
+    if not isinstance(value, Mapping):
+        raise TypeError(f"{what} must be a mapping, is {_described(value)}")
+    for name in value:
+        if not isinstance(name, str) or not METRIC_NAME.fullmatch(name):
+            raise ValueError(f"{what}: the name {name!r} is not of letters, digits and _ . @ -")
+    return {name: finite(f"{name} in the {what}", found) for name, found in value.items()}
 
 
 def checked_verdict(value: object) -> tuple[float, bool]:

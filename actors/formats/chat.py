@@ -125,6 +125,27 @@ class Chat:
                     text = text.replace(name, f"{name[0]} {name[1:]}" if name[1:] else "")
         return text
 
+    def shortened(self, text: str, limit: int) -> tuple[str, bool]:
+        """Return a text of at most `limit` tokens, and True if it is not `text`.
+
+        It has the beginning and the end of `text`, and between them a note of the number of tokens
+        that are left out. 0: no limit.
+        """
+        if not limit or len(text.encode(errors="replace")) <= limit:  # no token is shorter
+            return text, False
+        whole = self.plain(text)
+        encoded = self._tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True)
+        offsets: list[tuple[int, int]] = encoded["offset_mapping"]
+        count = kept = len(offsets)
+        made, over = whole, count - limit
+        while over > 0 and kept > 2:
+            kept = max(2, kept - over)
+            begin, end = offsets[kept - kept // 2 - 1][1], offsets[count - kept // 2][0]
+            note = f"\n[... {count - kept} of {count} tokens left out ...]\n"
+            made = whole[:begin] + note + whole[end:]
+            over = len(self._encode(self.plain(made))) - limit
+        return (made, True) if kept < count else (text, False)
+
     def next(self, user: str, prefix: str, last: int | None) -> list[int]:
         """Return the tokens from the end of the policy's turn, its token `last`, to the beginning
         of its next."""

@@ -30,7 +30,8 @@ class _Past(NamedTuple):
 class Conversation:
     """Contexts of one episode. `room`: tokens that may precede a turn.
 
-    `task`: what is asked for, in every context; `seen`: the first observation.
+    `task`: what is asked for, in every context; `seen`: the first observation. `full`: True once
+    there was no room for a next turn.
     """
 
     def __init__(self, setting: Setting, system: str, task: str, seen: str, room: int) -> None:
@@ -45,6 +46,7 @@ class Conversation:
         self._closed: list[Sequence] = []
         self._stream = self._context(self._first, [])
         self._written: list[int] = []
+        self.full = False
 
     @property
     def tokens(self) -> list[int]:
@@ -71,10 +73,16 @@ class Conversation:
         `full`: there is no room, or the message that holds everything is over. `window`: there is
         no room even without a turn before it. `single`: there is no room.
         """
+        over = bool(self._written) and self._written[-1] in self._setting.chat.stop_tokens
+        if over and self._setting.format.inline:
+            return False
+        self.full = not self._told_within(text)
+        return not self.full
+
+    def _told_within(self, text: str) -> bool:
+        """Append the outcome of a turn; False if there is no room for the next."""
         setting, chat = self._setting, self._setting.chat
         inline = setting.format.inline
-        if inline and self._written and self._written[-1] in chat.stop_tokens:
-            return False
         if setting.context == "single":
             return self._turn_to([self._context(self._asked(text), [])])
         if inline:

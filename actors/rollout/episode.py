@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import logging
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from actors.envs.base import Concluding, EnvironmentFailure, Identified, Located, Scored
@@ -32,6 +33,7 @@ from evolver_async.protocol.transcripts import Turn
 from evolver_async.randomness import key
 from evolver_async.schema import SCRIPTED, Ticket, TurnFlag
 
+MAX_METRICS = 32  # numbers of the environment's own in one episode
 FAILED_CALL = TurnFlag.TOOL_CALL | TurnFlag.TOOL_ERROR
 
 log = logging.getLogger(__name__)
@@ -68,6 +70,7 @@ class Episode:
     rewards: list[float] = field(default_factory=list)
     flags: list[TurnFlag] = field(default_factory=list)
     steps: int = 0
+    metrics: dict[str, float] = field(default_factory=dict)
     success: bool = False
     terminated: bool = False
     truncated: bool = False
@@ -93,11 +96,15 @@ class Episode:
             self.progress.count += len(generation.tokens)
             self.conversation.write(generation, turn)
             told = await self._turn(setting.chat.text_of(generation.tokens))
+            if policy.kind == "learned" and generation.finish == "length":
+                self.flags[-1] |= TurnFlag.CUT
             if self.terminated or self.truncated or turn == setting.max_turns - 1:
                 break
             unread = sum(bool(flag & TurnFlag.FORMAT_ERROR) for flag in self.flags)
             if 0 < setting.format_errors <= unread or not self.conversation.tell(told):
                 break
+        if self.conversation.full:
+            self.flags[-1] |= TurnFlag.FULL
         if not (self.terminated or self.truncated) and isinstance(self.environment.env, Concluding):
             verdict = self.environment.env.verdict
             reward, self.success = await self.environment.verdict(verdict)
@@ -124,6 +131,7 @@ class Episode:
             instructions=self.instructions,
             ending=self.observation,
             scores=self.scores,
+            metrics=self.metrics,
         )
 
     async def _begin(self, policy: EpisodePolicy, room: int) -> None:
@@ -190,7 +198,7 @@ class Episode:
 
     async def _act(self, actions: list[str | InvalidCall] | None) -> str:
         """Carry out one turn's actions; return the text that the policy reads after it."""
-        reward, outputs = 0.0, list[str]()
+        setting, reward, outputs = self.setting, 0.0, list[str]()
         flags = TurnFlag.FORMAT_ERROR if actions is None else TurnFlag(0)
         for action in actions or []:
             if isinstance(action, InvalidCall):
@@ -201,11 +209,16 @@ class Episode:
                 flags |= FAILED_CALL
                 outputs.append(unknown)
                 continue
-            latency_s = step_latency_s(self.setting, self.ticket, self.member, self.steps)
+            latency_s = step_latency_s(setting, self.ticket, self.member, self.steps)
             step = await self.environment.step(action, latency_s)
             self.steps += 1
             self.progress.count += 1
-            outputs.append(encodable(step.observation))
+            seen, cut = setting.chat.shortened(
+                encodable(step.observation), setting.max_observation_tokens
+            )
+            outputs.append(seen)
+            flags |= TurnFlag.OBSERVATION_CUT if cut else TurnFlag(0)
+            self._note(step.info.metrics)
             reward += self._finite("step", step.reward)
             if self.tools is not None and called(action).name != ANSWER_TOOL:
                 flags |= TurnFlag.TOOL_CALL
@@ -216,12 +229,19 @@ class Episode:
             if step.terminated or step.truncated:
                 break
         valid = not flags & (TurnFlag.FORMAT_ERROR | TurnFlag.INVALID_ACTION)
-        self.rewards.append(reward + (0.0 if valid else self.setting.format_penalty))
+        self.rewards.append(reward + (0.0 if valid else setting.format_penalty))
         self.flags.append(flags)
-        told = self.setting.format.shown(outputs, valid, self.observation)
+        told = setting.format.shown(outputs, valid, self.observation)
         if outputs:
             self.observation = outputs[-1] if self.tools is None else "\n".join(outputs)
         return told
+
+    def _note(self, metrics: Mapping[str, float]) -> None:
+        """Note numbers of the environment's own; EnvironmentFailure for too many names."""
+        self.metrics |= metrics
+        if len(self.metrics) > MAX_METRICS:
+            error = ValueError(f"more than {MAX_METRICS} names in the metrics of an episode")
+            raise self.environment.failure("step", 0.0, error)
 
     def _finite(self, doing: str, reward: float) -> float:
         """Return a finite reward; EnvironmentFailure for another."""

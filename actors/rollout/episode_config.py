@@ -29,6 +29,7 @@ class Setting:
     max_turns: int
     max_length: int
     format_penalty: float
+    max_observation_tokens: int = 0  # of one observation; 0: no limit
     format_errors: int  # turns that cannot be parsed after which an episode ends; 0: never
     step_timeout_s: float
     episode_timeout_s: float
@@ -66,6 +67,7 @@ def setting_of(
         max_turns=rollout.max_turns,
         max_length=config.policy.max_length,
         format_penalty=rollout.format_penalty,
+        max_observation_tokens=rollout.max_observation_tokens,
         format_errors=rollout.format_errors,
         step_timeout_s=env.step_timeout_s,
         episode_timeout_s=env.episode_timeout_s,

@@ -11,7 +11,7 @@ from learner.data.resampling import flagged, tool_calls
 
 def taken_metrics(stage: Config, groups: list[Group]) -> dict[str, float]:
     """Measure the groups before selection."""
-    metrics = rollout_metrics(groups)
+    metrics = rollout_metrics(groups) | length_metrics(groups) | own_metrics(groups)
     if stage.experience.kind != "none":
         metrics |= experience_metrics(groups)
     if stage.tasks.mixture or stage.tasks.path:
@@ -36,6 +36,30 @@ def rollout_metrics(groups: list[Group]) -> dict[str, float]:
         "train/tool_errors": flagged(calls, TurnFlag.TOOL_ERROR),
         "train/zero_spread": sum(map(_members_alike, groups)) / len(rewards),
     }
+
+
+def length_metrics(groups: list[Group]) -> dict[str, float]:
+    """Measure lengths in ACTION tokens, and what limits of tokens and of turns cut off."""
+    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+    lengths = [trajectory.action_tokens for trajectory in trajectories]
+    flags = np.concatenate([trajectory.turn_flags for trajectory in trajectories])
+    return {
+        "train/length": float(np.mean(lengths)),
+        "train/length_max": float(max(lengths)),
+        "train/truncated": float(np.mean([one.truncated or one.overlong for one in trajectories])),
+        "train/cut_turns": flagged(flags, TurnFlag.CUT),
+        "train/cut_observations": flagged(flags, TurnFlag.OBSERVATION_CUT),
+    }
+
+
+def own_metrics(groups: list[Group]) -> dict[str, float]:
+    """Average the numbers of the environments' own over the trajectories that have them."""
+    found: dict[str, list[float]] = {}
+    for group in groups:
+        for trajectory in group.trajectories:
+            for name, value in trajectory.metrics.items():
+                found.setdefault(f"env/{name}", []).append(value)
+    return {name: float(np.mean(values)) for name, values in sorted(found.items())}
 
 
 def _members_alike(group: Group) -> int:

@@ -16,17 +16,24 @@ from evolver_async.schema import Array, Group, Role, Trajectory
 from learner.data.batch import Batch, MicroBatch, Minibatch
 from learner.data.selection import Selected, reward_spread
 from learner.diagnostics.offpolicy import Accounting
+from learner.diagnostics.step_result import TRUNCATED
 
 
-def pairs(groups: list[Group]) -> Selected:
+def pairs(groups: list[Group], *, masked: bool = False) -> Selected:
     """Reduce each group to its best and its worst member, the first of equals.
 
     Filtered groups: `zero_spread`, all rewards are the same; `no_tokens`, one of the two members
-    has no token to train.
+    has no token to train; `truncated`, with `masked`: at most one member is not overlong.
     """
     kept: list[Group] = []
     filtered: dict[str, list[int]] = {}
     for group in groups:
+        if masked:
+            members = [one for one in group.trajectories if not one.overlong]
+            if len(members) < min(2, len(group.trajectories)):
+                filtered.setdefault(TRUNCATED, []).append(group.group_id)
+                continue
+            group = replace(group, trajectories=members)
         ranked = sorted(group.trajectories, key=lambda one: (-one.reward, one.member))
         best = ranked[0]
         worst = min(group.trajectories, key=lambda one: (one.reward, one.member))

@@ -55,6 +55,9 @@ class RolloutConfig:
     context: Literal["full", "window", "single"] = "full"
     window: Count = 3  # window: turns before the present one
     max_tokens: Count = 16  # per turn
+    # tokens of one observation or tool result; of a longer one the policy reads the beginning, the
+    # end, and how much is left out between them; 0: no limit
+    max_observation_tokens: Annotated[int, Range(ge=64, also=0)] = 0
     # training needs the log-probs of the sampled tokens, so it cannot be 0
     temperature: Positive = 1.0
     # added to the reward for every turn that cannot be parsed or has an action that does not exist

@@ -268,3 +268,22 @@ def test_a_template_that_counts_the_user_has_no_place_for_experience() -> None:
     chat = Chat(make_tokenizer(counting))
     with pytest.raises(ValueError, match="depends on it"):
         chat.place_of_user("system", "user")
+
+
+@given(st.text(max_size=400), st.integers(64, 120))
+@example("a \U0001f600 b \u6f22\u5b57 <|im_end|> " * 20, 64)
+def test_a_shortened_text_keeps_its_ends_and_its_limit(text: str, limit: int) -> None:
+    found, cut = CHAT.shortened(text, limit)
+    count = len(CHAT.tokens_of(CHAT.plain(text)))
+    assert cut == (count > limit) and (cut or found == text)
+    if cut:
+        assert len(CHAT.tokens_of(CHAT.plain(found))) <= limit
+        begin, _, rest = found.partition("\n[... ")
+        note, _, end = rest.partition(" tokens left out ...]\n")
+        left, _, whole = note.partition(" of ")
+        assert int(whole) == count > int(left) > count - limit
+        assert CHAT.plain(text).startswith(begin) and CHAT.plain(text).endswith(end) and end
+
+
+def test_without_a_limit_every_text_is_whole() -> None:
+    assert CHAT.shortened("long " * 999, 0) == ("long " * 999, False)

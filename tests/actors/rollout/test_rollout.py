@@ -873,3 +873,93 @@ def test_an_abandoned_environment_is_waited_for_and_not_for_ever() -> None:
     SlowClose.closed = 0
     SlowClose.free.clear()
     asyncio.run(play())
+
+
+class Talkative(Corridor):
+    """Counts its steps, and says more than anybody wants to read."""
+
+    def step(self, action: str) -> Step:
+        step = super().step(action)
+        info = step.info._replace(metrics={"steps": self.steps, f"at_{self.position}": 0.5})
+        return step._replace(observation="the corridor is long " * 40 + "here", info=info)
+
+
+def test_numbers_of_the_environment_travel_and_the_last_of_a_name_counts() -> None:
+    engine = FakeEngine({"0/0/0": say(RIGHT, RIGHT, RIGHT)})
+    (trajectory,) = roll_out(corridor(env=Talkative), setting(), engine)
+    expected = {"steps": 3.0, "at_1": 0.5, "at_2": 0.5, "at_3": 0.5}
+    assert unwrap(wrap(trajectory)).metrics == expected
+
+
+@pytest.mark.parametrize(
+    ("metrics", "named"),
+    [
+        (3, "metrics of the Info must be a mapping"),
+        ({"a b": 1.0}, "the name 'a b'"),
+        ({1: 1.0}, "the name 1"),
+        ({"far": "1"}, "far in the metrics of the Info must be a number"),
+        ({"far": math.inf}, "far in the metrics of the Info must be finite"),
+        ({f"n{number}": 1.0 for number in range(33)}, "more than 32 names"),
+    ],
+)
+def test_numbers_that_are_none_are_the_environments_failure(metrics: Any, named: str) -> None:
+    class Measured(Corridor):
+        def step(self, action: str) -> Step:
+            return Step("", 0.0, False, False, Info(metrics=metrics))
+
+    globals()["Measured"] = Measured
+    Measured.__module__ = __name__
+    with pytest.raises(EnvironmentFailure, match=named):
+        roll_out(corridor(env=Measured), setting(), FakeEngine({"0/0/0": say(RIGHT)}))
+
+
+def test_a_long_observation_is_shortened_and_the_policy_reads_how_much_is_left_out() -> None:
+    engine = FakeEngine({"0/0/0": say(RIGHT, RIGHT, RIGHT)})
+    how = setting(max_observation_tokens=64)
+    (trajectory,) = roll_out(corridor(env=Talkative), how, engine)
+    assert trajectory.turn_flags.tolist() == [TurnFlag.OBSERVATION_CUT] * 3
+    (sequence,) = trajectory.sequences
+    assert engine.requests[-1].tokens == sequence.tokens[: len(engine.requests[-1].tokens)].tolist()
+    read = TOKENIZER.decode(sequence.tokens[sequence.roles == Role.OBSERVATION].tolist())
+    assert read.count("tokens left out") == 2 and read.count("here") == 2
+    (whole,) = roll_out(corridor(env=Talkative), setting(), FakeEngine(engine_script()))
+    assert not whole.turn_flags.any() and len(whole.sequences[0]) > len(sequence)
+
+
+def engine_script() -> dict[str, list[list[int]]]:
+    return {"0/0/0": say(RIGHT, RIGHT, RIGHT)}
+
+
+class Cutting(FakeEngine):
+    """Reaches its limit in the second turn."""
+
+    async def generate(self, request: Request) -> Generation:
+        generation = await super().generate(request)
+        generation.finish = "length" if len(self.requests) == 2 else "stop"
+        return generation
+
+
+def test_a_turn_that_reached_its_limit_is_marked_and_one_that_ended_itself_is_not() -> None:
+    engine = Cutting({"0/0/0": say(RIGHT, RIGHT, RIGHT)})
+    (trajectory,) = roll_out(corridor(), setting(), engine)
+    assert trajectory.turn_flags.tolist() == [0, TurnFlag.CUT, 0]
+    assert not trajectory.overlong, "its end was its own"
+    (shorter,) = roll_out(corridor(), setting(max_turns=2), Cutting(engine_script()))
+    assert shorter.overlong and shorter.truncated
+
+
+def test_an_episode_without_room_for_a_next_turn_is_full_and_one_at_its_last_turn_is_not() -> None:
+    (first,) = roll_out(corridor(), setting(max_turns=1), FakeEngine(engine_script()))
+    assert not first.overlong and first.truncated
+    length = len(first.sequences[0]) + 24
+    (trajectory,) = roll_out(corridor(), setting(max_length=length), FakeEngine(engine_script()))
+    assert trajectory.turn_flags.tolist()[-1] == TurnFlag.FULL
+    assert trajectory.overlong and trajectory.truncated
+
+
+def test_a_demonstration_has_no_limit_of_tokens() -> None:
+    done: list[Finished] = []
+    asyncio.run(
+        demonstrate_group(corridor(env=Hanging), setting(), 0.0, TicketProgress(), done.append)
+    )
+    assert not any(one.trajectory.turn_flags.any() for one in done)

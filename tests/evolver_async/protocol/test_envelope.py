@@ -603,6 +603,8 @@ def test_a_wrong_value_is_refused_by_name(path: tuple, to: object, named: str) -
         (("reward",), "1.0", "reward"),
         (("timing",), {"env": float("inf")}, "timing.env"),
         (("timing",), {1: 1.0}, "timing"),
+        (("terms",), {"length": float("nan")}, "terms.length"),
+        (("metrics",), {"moves": float("-inf")}, "metrics.moves"),
         (("actor",), b"", "actor"),
         (("actor",), msgpack.ExtType(5, b"x"), "actor"),
         (("member",), -1, "member"),
@@ -632,7 +634,9 @@ def test_every_number_of_a_trajectory_that_may_be_a_fraction_is_finite() -> None
         return [f for one in inner if one is not None for f in floats(one, f"{path}[]")]
 
     known = floats(msgspec.inspect.type_info(Trajectory), "")
-    assert known == [".reward", ".timing[]"], "refuse NaN there as well, and say so here"
+    assert known == [".reward", ".timing[]", ".terms[]", ".metrics[]"], (
+        "refuse NaN there as well, and say so here"
+    )
 
 
 def test_an_error_carries_the_message_id() -> None:

@@ -17,7 +17,7 @@ from updates import FORKS, config, updater
 from evolver_async.config import Config, LossConfig, StageConfig
 from evolver_async.config.load import stage_config
 from evolver_async.model import policy
-from evolver_async.schema import Group, Role
+from evolver_async.schema import Group, Role, TurnFlag
 from learner.data.batch import Batch
 from learner.data.collate import Lag, collate
 from learner.diagnostics.offpolicy import Accounting
@@ -47,6 +47,16 @@ def test_the_best_and_the_worst_of_a_group_are_compared_the_first_of_equals():
     ]
     assert [group.group_id for group in chosen.groups] == [1, 3]
     assert chosen.filtered == {"zero_spread": [2]}
+
+
+def test_an_overlong_member_is_in_no_pair_where_it_is_masked():
+    best, others, whole = group_of(1, [0, 0.5, 1]), group_of(2, [0, 1]), group_of(3, [0, 1])
+    for group, member in ((best, 2), (others, 0)):
+        group.trajectories[member].turn_flags[-1] = TurnFlag.CUT
+    assert [group.group_id for group in pairs([best, others, whole]).groups] == [1, 2, 3]
+    chosen = pairs([best, others, whole], masked=True)
+    members = [[one.member for one in group.trajectories] for group in chosen.groups]
+    assert members == [[0, 1], [0, 1]] and chosen.filtered == {"truncated": [2]}
 
 
 def test_a_pair_of_which_one_cannot_be_trained_is_left_out():
