@@ -41,17 +41,21 @@ def config_of(policy: PolicyConfig) -> dict[str, Any]:
 
 def cached(policy: PolicyConfig) -> Path | None:
     """Return the directory of a whole snapshot of `policy.path` in the cache; None without one."""
-    from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     try:
-        found = snapshot_download(
-            policy.path, revision=policy.revision or None, local_files_only=True
-        )
+        directory = _fetched(policy, local_files_only=True)
     except (LocalEntryNotFoundError, ValueError):
         return None
-    directory = Path(found)
     return directory if _is_whole(directory) else None
+
+
+def _fetched(policy: PolicyConfig, local_files_only: bool) -> Path:
+    """Return what the cache has of a model, after its download if that is permitted."""
+    from huggingface_hub import snapshot_download
+
+    wanted = {"revision": policy.revision or None, "local_files_only": local_files_only}
+    return Path(snapshot_download(policy.path, allow_patterns=FILES, **wanted))
 
 
 def snapshot(policy: PolicyConfig) -> Path:
@@ -66,18 +70,15 @@ def snapshot(policy: PolicyConfig) -> Path:
             f"policy.path: {policy.path} is neither a directory nor, as the id of a hub{at}, whole"
             " in the local cache; policy.download=true downloads it"
         )
-    from huggingface_hub import snapshot_download
-
     try:
-        directory = Path(
-            snapshot_download(policy.path, revision=policy.revision or None, allow_patterns=FILES)
-        )
+        directory = _fetched(policy, local_files_only=False)
     except (OSError, ValueError) as error:
         said = str(error).strip().splitlines() or [type(error).__name__]
         raise ConfigError(f"policy.path: cannot download {policy.path}{at}: {said[0]}") from error
     if not _is_whole(directory):
         raise ConfigError(
-            f"policy.path: {policy.path}{at} lacks {' or '.join(NEEDED)} or *.safetensors"
+            f"policy.path: {policy.path}{at} has no whole {', '.join(NEEDED)} and *.safetensors,"
+            " or its hub cannot be reached"
         )
     return directory
 

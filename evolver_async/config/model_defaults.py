@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from evolver_async.config import hub
 from evolver_async.config.sections import Config
-from evolver_async.config.sections.run import SUPERVISED
+from evolver_async.config.sections.run import SUPERVISED, PolicyConfig
 from evolver_async.config.shape import GGUF, DecoderShape, shape_of
 
 GIB = 1 << 30
@@ -47,7 +47,7 @@ def model_defaults(config: Config, named: Collection[str]) -> dict[str, Default]
 
     `config` is the recipe without the layer, `named` its keys and those of the command line.
     """
-    if not _has_model(config.policy.path):
+    if not _has_model(config.policy):
         return {}
     made: dict[str, Default] = {}
 
@@ -75,12 +75,14 @@ def model_defaults(config: Config, named: Collection[str]) -> dict[str, Default]
     return made
 
 
-def _has_model(path: str) -> bool:
-    """Return True for a directory, a .gguf file or the id of a hub."""
-    if not path:
+def _has_model(policy: PolicyConfig) -> bool:
+    """Return True for a directory, a .gguf file, or a hub's model in the cache or to download."""
+    if not policy.path:
         return False
-    place = Path(path).expanduser()
-    return place.is_dir() or (place.suffix == GGUF and place.is_file()) or hub.is_id(path)
+    if hub.is_id(policy.path):
+        return policy.download or hub.cached(policy) is not None
+    place = Path(policy.path).expanduser()
+    return place.is_dir() or (place.suffix == GGUF and place.is_file())
 
 
 def _lengths(config: Config, shape: DecoderShape | None, default: Any) -> int:
@@ -170,7 +172,7 @@ def large_rates(config: Config, stages: list[Config]) -> Iterator[str]:
     A model of 135 million parameters went from .094 of success to 0 in one step at 5e-4, fifty
     times its rate, and no alarm tells that from a model that never learned.
     """
-    if not _has_model(config.policy.path):
+    if not _has_model(config.policy):
         return
     shape = shape_of(config)
     rate = _rounded(rate_of(config, shape))
