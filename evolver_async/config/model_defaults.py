@@ -162,6 +162,8 @@ def said(config: Config, reasons: Mapping[str, str]) -> list[str]:
     for key, why in reasons.items():
         section, _, name = key.partition(".")
         parts.append(f"{key}={getattr(getattr(config, section), name)} ({why})")
+    if not parts:
+        return []
     text = f"for the model at hand: {', '.join(parts)}"
     return textwrap.wrap(text, 100, subsequent_indent="  ", break_on_hyphens=False)
 
