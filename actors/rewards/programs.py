@@ -4,6 +4,7 @@ The column holds programs that raise if a test fails (a text, or a list such as 
 or pairs of arguments and result for the function `function`.
 """
 
+import functools
 import re
 import secrets
 from dataclasses import dataclass
@@ -36,16 +37,6 @@ class ProgramTests:
         )
         return shared(limits, self.workers, InterpreterConfig(packages=self.packages))
 
-    def probe(self) -> None:
-        """Raise ValueError if programs cannot be confined on this machine."""
-        pool = SandboxPool(size=1, interior=InterpreterConfig(packages=self.packages))
-        try:
-            pool.start()
-        except SandboxUnavailable as refusal:
-            raise ValueError(f"reward.terms: code needs a sandbox: {refusal}") from None
-        finally:
-            pool.close()
-
     def passed(self, facts: EpisodeFacts) -> float | None:
         """Return 1 if all tests pass, else 0; None if the row has none. Raises Unscorable."""
         row = facts.task.row
@@ -71,6 +62,18 @@ class ProgramTests:
         if result.status == "busy":
             raise Unscorable(f"{result.stderr}: raise params.workers")
         return result.stdout if result.status == "ok" else ""
+
+
+@functools.cache  # one sandbox for all tasks
+def probe(packages: bool) -> None:
+    """Raise ValueError if programs cannot be confined on this machine."""
+    pool = SandboxPool(size=1, interior=InterpreterConfig(packages=packages))
+    try:
+        pool.start()
+    except SandboxUnavailable as refusal:
+        raise ValueError(f"reward.terms: code needs a sandbox: {refusal}") from None
+    finally:
+        pool.close()
 
 
 def _program(reply: str) -> str:

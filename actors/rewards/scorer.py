@@ -25,7 +25,7 @@ from actors.rewards import answers
 from actors.rewards.facts import EpisodeFacts, Unscorable, answer_of, calls, facts_of
 from actors.rewards.grader import Grader
 from actors.rewards.own import AsyncThread, OwnFunction, arguments_of, load_function, value_of
-from actors.rewards.programs import ProgramTests
+from actors.rewards.programs import ProgramTests, probe
 from actors.rewards.workers import WorkerPool
 from actors.rollout.episode_config import Setting
 from actors.rollout.finished import Finished, RewardTooLarge, refuse_large
@@ -256,4 +256,4 @@ def check_terms(config: Config, task: Task) -> None:
                 raise ValueError(
                     f"{key}.params.tests: no column {tests.tests!r}: {task.env} {known}"
                 )
-            tests.probe()
+            probe(tests.packages)
