@@ -8,7 +8,9 @@ from pathlib import Path
 
 from evolver_async.launch.registry import resolve
 from evolver_async.metrics.gauges import GaugeThread
-from evolver_async.process.setup import RoleArgs, run_process
+from evolver_async.process.setup import Main, RoleArgs, run_process
+from evolver_async.protocol.messages import Beat
+from evolver_async.transport.heartbeat import Heartbeat
 
 
 def role(args: argparse.Namespace) -> int:
@@ -27,4 +29,17 @@ def role(args: argparse.Namespace) -> int:
     if args.run is not None and args.command in ("buffer", "experience", "learner"):
         GaugeThread(args.run.resolve(), name).start()
     log_file = args.run / "logs" / f"{name}.log" if args.run else None
-    return run_process(args.command, partial(resolve, args.command), role_args, log_file)
+    return run_process(args.command, partial(_load, args.command, role_args), role_args, log_file)
+
+
+def _load(command: str, args: RoleArgs) -> Main:
+    """Import the main function of a role. For a learner that takes long, and the buffer is told."""
+    if command != "learner" or args.rank > 0:
+        return resolve(command)
+    identity = args.address, args.run_dir.name, args.name, args.incarnation, args.keys
+    heartbeat = Heartbeat(*identity, read=lambda: Beat(role="learner", phase="start"))
+    heartbeat.start()
+    try:
+        return resolve(command)
+    finally:
+        heartbeat.stop()

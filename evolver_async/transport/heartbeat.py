@@ -5,6 +5,7 @@ distinguishes it from a process that is stuck by its beats. A beat changes nothi
 """
 
 import asyncio
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -37,8 +38,8 @@ class Heartbeat(threading.Thread):
         incarnation: int,
         keys: Path | None,
         *,
-        warn_s: float,
         read: Callable[[], Beat],
+        warn_s: float = math.inf,
     ) -> None:
         super().__init__(name="heartbeat", daemon=True)
         self._identity = address, run_id, name, incarnation

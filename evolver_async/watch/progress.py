@@ -13,6 +13,7 @@ from evolver_async.watch.status import stalls_of
 FIRST_S = 30.0  # of a step, or of an evaluation, until its first line
 PAUSE_S = 60.0  # until a state is said again, doubled each time
 PAUSE_LIMIT_S = 960.0
+TOLD_SHARE = 0.25  # of the first data, from which on their pace tells the time of the run
 BAR_CELLS = 16
 
 Status = dict[str, Any]
@@ -50,13 +51,15 @@ def first_eta(progress: dict[str, Any] | None, steps: int, *, apart: bool) -> st
     """Estimate the run's time to go before two steps tell it; "" if nothing does.
 
     `apart`: data of a step come while another one is computed. While the first data come, nothing
-    is known of the computations, which can only add to it.
+    is known of the computations, so that the pace of the data alone counts.
     """
     if progress is None or not steps or progress["eta_s"] is None:
         return ""
     own_s, later = progress["for_s"] + progress["eta_s"], max(0, steps - progress["step"])
     if progress["phase"] == "data":
-        return f"at least {clock(progress['eta_s'] + later * own_s)}"
+        if progress["share"] < TOLD_SHARE:
+            return ""
+        return f"about {clock(progress['eta_s'] + later * own_s)} by the data alone"
     both = (own_s, progress["data_s"])
     return f"about {clock(progress['eta_s'] + later * (max(both) if apart else sum(both)))}"
 

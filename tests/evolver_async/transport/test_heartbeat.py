@@ -14,7 +14,9 @@ from evolver_async.transport import heartbeat
 from evolver_async.transport.heartbeat import Heartbeat, Usage
 from evolver_async.transport.server import Server
 
-DEADLINE_S = 30.0
+pytestmark = pytest.mark.process
+
+DEADLINE_S = 60.0
 
 
 def burn(seconds: float) -> None:
@@ -58,7 +60,7 @@ def test_beats_reach_the_buffer_while_nothing_else_of_the_process_does(tmp_path:
 @pytest.fixture
 def slept(monkeypatch: pytest.MonkeyPatch) -> Usage:
     """The usage of this process, of which it is known that nothing runs beside."""
-    monkeypatch.setattr(heartbeat, "BUSY_SHARE", 0.4)
+    monkeypatch.setattr(heartbeat, "BUSY_SHARE", 0.1)
     return Usage()
 
 

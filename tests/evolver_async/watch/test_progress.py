@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from evolver_async.watch.progress import StateLines, bar, first_eta, step_text
+from evolver_async.watch.view import View
 
 PROGRESS: dict[str, Any] = {
     "step": 7,
@@ -96,4 +97,30 @@ def test_the_first_step_tells_the_time_of_the_run(apart: bool, eta: str) -> None
     assert first_eta(PROGRESS, 20, apart=apart) == eta
     assert first_eta(PROGRESS, 0, apart=apart) == ""
     assert first_eta(PROGRESS | {"eta_s": None}, 20, apart=apart) == ""
-    assert first_eta(PROGRESS | WAITS, 20, apart=apart) == "at least 9:10"
+    assert first_eta(PROGRESS | WAITS, 20, apart=apart) == "about 9:10 by the data alone"
+    assert first_eta(PROGRESS | WAITS | {"share": 0.1}, 20, apart=apart) == "", "too early"
+
+
+@pytest.mark.parametrize("step_s", [15, 30, 58, 110])
+def test_ten_minutes_of_long_steps_are_at_most_forty_lines(step_s: int) -> None:
+    """Half of a step waits for data, half computes; every fifth one is evaluated."""
+    view, printed = View("run", 100), list[str]()
+    for now in range(0, 600, 2):
+        step, passed_s = divmod(now, step_s)
+        share = passed_s % (step_s / 2) / (step_s / 2)
+        waits = passed_s < step_s / 2
+        progress = WAITS | {"done": int(128 * share)} if waits else {}
+        found = status(step=step + 1, share=share, **progress)
+        waiting = {"learner": {"sample": {"reason": "8 open", "for_s": 9.0}}} if waits else {}
+        waiting |= {"actor-0": {"lease": {"reason": "full", "for_s": 9.0}}}
+        found |= {"stage": 0, "waiting": waiting}
+        printed += view.feed_status(found, float(now))
+        if now + 2 >= (step + 1) * step_s:
+            row = {"step": step + 1, "lineage": 1, "time_s": float(now), "stage_kind": "rl"}
+            printed.append(view.feed(row) or "")
+            if (step + 1) % 5 == 0:
+                ended = {"step": step + 1, "lineage": 1, "eval/success": 0.5, "eval/episodes": 64}
+                printed.append(view.feed(ended) or "")
+    printed = list(filter(None, printed))
+    assert len(printed) <= (48 if step_s == 15 else 40), "\n".join(printed)
+    assert all(line.startswith("step ") for line in printed), "nothing waits, and nothing is stuck"
