@@ -212,7 +212,7 @@ async def _simple(function: Callable[[EpisodeFacts], float | None], facts: Episo
 
 def answer_column(config: Config) -> str:
     """Return the column of a row that holds its answer."""
-    return getattr(config.tasks, "answer", "") or "answer"
+    return config.tasks.answer or "answer"
 
 
 def penalties(finished: Finished, setting: Setting) -> np.ndarray:
