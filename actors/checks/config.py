@@ -3,7 +3,7 @@
 import importlib.util
 import inspect
 from collections.abc import Iterator
-from pathlib import Path
+from contextlib import contextmanager
 
 from actors.endpoint.runner import load_agent
 from actors.envs import base
@@ -15,7 +15,7 @@ from actors.questioning.profile import load_profile
 from actors.reward_terms import reward_terms
 from actors.rollout.conversation import tool_names
 from evolver_async.buffer.stages import TICKETS, eval_sets_of, source_of
-from evolver_async.buffer.tasks.jsonl import line_of
+from evolver_async.buffer.tasks.source import TaskSource
 from evolver_async.config import Config, ConfigError, StageConfig
 from evolver_async.config.load import stage_config
 from evolver_async.config.sections.agentevolver import LLM_SECTIONS
@@ -57,10 +57,11 @@ def check(config: Config) -> None:
         authorization(config.judge.llm, "judge")
     if config.questioning.profile:
         load_profile(config.questioning.profile)
+    probed = set[str]()
     for index, stage, staged, name, env in _environments(config):
         _check_async(index, stage, staged, name, env)
         _check_turns(staged, name, env)
-        _check_service(staged, name, env)
+        _check_service(staged, name, env, probed)
         key = f"stages[{index}].kind: {stage.kind}"
         if stage.kind == "sft" and not isinstance(env, base.Solvable):
             raise ValueError(f"{key} needs solve and actions, which env.name={name} has not")
@@ -79,8 +80,10 @@ def check(config: Config) -> None:
                 f"questioning.kind: {name} makes no goals of its states, for which it needs goal()"
                 " and a parameter `free`, an episode without goal"
             )
-    _check_evaluated(config)
-    _check_eval_sets(config)  # a set repeats what it does not change: a stage's own key comes first
+    _check_evaluated(config, probed)
+    _check_eval_sets(
+        config, probed
+    )  # a set repeats what it does not change: a stage's own key comes first
 
 
 def check_own(config: Config) -> None:
@@ -97,15 +100,19 @@ def check_own(config: Config) -> None:
 
 
 def _environments(config: Config) -> Iterator[tuple[int, StageConfig, Config, str, base.Env]]:
-    """Yield every environment that tasks of a stage need, with the stage's own configuration."""
+    """Yield every environment that tasks of a stage need, with the stage's own configuration; of
+    rows those of a few."""
     for index, stage in enumerate(config.stages):
         staged = stage_config(config, index)
-        for task in source_of(staged).examples():
-            yield index, stage, staged, task.env, base.make_env(task.env, task.params)
+        source = source_of(staged)
+        for task in source.examples():
+            with placed(source, task):
+                env = base.make_env(task.env, task.params)
+            yield index, stage, staged, task.env, env
 
 
-def _check_evaluated(config: Config) -> None:
-    """Raise ValueError, naming file and line, for a task of a file that cannot be evaluated.
+def _check_evaluated(config: Config, probed: set[str]) -> None:
+    """Raise ValueError, naming file and row, for a row that cannot be evaluated.
 
     Other evaluation tasks have the environments and parameters of the training tasks.
     """
@@ -113,33 +120,37 @@ def _check_evaluated(config: Config) -> None:
         staged = stage_config(config, index)
         source = source_of(staged)
         for task in source.examples(source.evaluated) if source.given is not None else ():
-            try:
-                _check_played(staged, task)
-            except ValueError as error:
-                raise ConfigError(of_evaluated(staged, task, error)) from error
+            with placed(source, task):
+                _check_played(staged, task, probed)
 
 
-def of_evaluated(config: Config, task: Task, error: ValueError) -> str:
-    """Return the message of an error with the place of the evaluation task that it is about."""
-    if not config.tasks.path:
-        return f"eval.split: {config.eval.split}: {error}"
-    path = Path(config.tasks.path)
-    line = line_of(path, config.env.name, config.env.params, task.task_id)
-    return f"tasks.path: {path}, line {line}: {error}"
+@contextmanager
+def placed(source: TaskSource, task: Task) -> Iterator[None]:
+    """Name file and row of a task that is one of a source's examples in an error about it; the
+    split, if it is a numbered task for evaluations."""
+    try:
+        yield
+    except ValueError as error:
+        if source.given is not None:
+            raise ConfigError(f"tasks.path: {source.given.where(task)}: {error}") from error
+        if task.split == "train":
+            raise
+        raise ConfigError(f"eval.split: {source.evaluated}: {error}") from error
 
 
-def _check_played(config: Config, task: Task) -> None:
+def _check_played(config: Config, task: Task, probed: set[str]) -> None:
     """Raise ValueError for a task that an evaluation cannot play."""
     env = base.make_env(task.env, task.params)
     _check_turns(config, task.env, env)
-    _check_service(config, task.env, env)
+    _check_service(config, task.env, env, probed)
     if config.launch.kind == "serial" and base.asynchronous(env):
         raise ValueError(f"env.name: {task.env} {SERIAL_ASYNC}")
 
 
-def _check_service(config: Config, name: str, env: base.Env) -> None:
+def _check_service(config: Config, name: str, env: base.Env, probed: set[str]) -> None:
     """Refuse an environment whose requirements are missing, or whose calls cannot end before the
-    limit of a step: that limit would hide the failure, and the calls would go on."""
+    limit of a step: that limit would hide the failure, and the calls would go on. `probed` gets its
+    name: a probe can take a second, and tells the same of all its tasks."""
     if isinstance(env, base.Limited) and env.longest_call_s >= config.env.step_timeout_s:
         limits = [one for one in ("timeout_s", "retries", "wall_s") if hasattr(env, one)]
         raise ConfigError(
@@ -147,7 +158,9 @@ def _check_service(config: Config, name: str, env: base.Env) -> None:
             f" take {env.longest_call_s:.1f} s with all its attempts: raise it, or reduce"
             f" env.params.{' or env.params.'.join(limits)}"
         )
-    probe(name, env)
+    if name not in probed:
+        probe(name, env)
+        probed.add(name)
 
 
 def probe(name: str, env: base.Env) -> None:
@@ -163,14 +176,14 @@ def probe(name: str, env: base.Env) -> None:
         raise base.EnvError(f"env.name: {name!r} {problem}") from error
 
 
-def _check_eval_sets(config: Config) -> None:
+def _check_eval_sets(config: Config, probed: set[str]) -> None:
     """Raise ValueError, naming the key, for a set of `eval.sets` that cannot be played."""
     for index in range(len(config.stages)):
         staged = stage_config(config, index)
         for name, chosen in eval_sets_of(staged).items():
             for task in chosen.examples():
                 try:
-                    _check_played(staged, task)
+                    _check_played(staged, task, probed)
                 except ValueError as error:
                     raise ConfigError(of_set(name, error)) from error
 

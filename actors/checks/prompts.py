@@ -3,10 +3,8 @@ must leave room for a turn, and a first demonstrated turn must be one that a rol
 
 import asyncio
 import random
-from collections import Counter
-from collections.abc import Iterable
 
-from actors.checks.config import of_evaluated, of_set
+from actors.checks.config import of_set, placed
 from actors.envs.base import EnvError, Solvable, begun, one_line
 from actors.formats.chat import Chat
 from actors.rollout.conversation import first_prompt
@@ -18,8 +16,6 @@ from evolver_async.config.load import stage_config
 from evolver_async.model.positions import positions
 from evolver_async.model.tokenizer import load_tokenizer
 from evolver_async.schema import Task
-
-BEGUN = 8  # tasks of an environment that are begun before a start, for each set of tasks
 
 
 def check(config: Config) -> None:
@@ -41,31 +37,20 @@ def check(config: Config) -> None:
             stage.kind == "sft" and stage.expert_fraction > 0
         )
         setting = setting_of(staged, chat, "", 0)
-        for task in _first_ones(source.examples()):
-            _check_first(staged, setting, task, stage.kind == "reflect")
-            if demonstrates:
-                _check_demonstration(staged, setting, task)
-        for task in _first_ones(source.examples(source.evaluated)):
-            try:
+        for task in source.examples():
+            with placed(source, task):
+                _check_first(staged, setting, task, stage.kind == "reflect")
+                if demonstrates:
+                    _check_demonstration(staged, setting, task)
+        for task in source.examples(source.evaluated):
+            with placed(source, task):
                 _check_first(staged, setting, task, False)
-            except ValueError as error:
-                raise ConfigError(of_evaluated(staged, task, error)) from error
         for name, chosen in eval_sets_of(staged).items():
-            for task in _first_ones(chosen.examples()):
+            for task in chosen.examples():
                 try:
                     _check_first(staged, setting, task, False)
                 except ValueError as error:
                     raise ConfigError(of_set(name, error)) from error
-
-
-def _first_ones(tasks: Iterable[Task]) -> list[Task]:
-    """Return the first `BEGUN` tasks of each environment: lines of a file can have parameters of
-    their own, and to begin all of them could take hours."""
-    met, chosen = Counter[str](), list[Task]()
-    for task in tasks:
-        met[task.env] += 1
-        chosen += [task] if met[task.env] <= BEGUN else []
-    return chosen
 
 
 def _check_first(config: Config, setting: Setting, task: Task, reflects: bool) -> None:

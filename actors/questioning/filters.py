@@ -11,7 +11,7 @@ import numpy as np
 from actors.experience.embed import Embedder
 from actors.questioning.replay import ReplayedEpisode
 from actors.questioning.synthesize import Candidate
-from evolver_async.buffer.tasks.jsonl import MAX_BYTES
+from evolver_async.buffer.tasks.stream import MAX_BYTES
 from evolver_async.randomness import key
 from evolver_async.schema import Task
 

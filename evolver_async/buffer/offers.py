@@ -4,7 +4,7 @@ import msgspec
 
 from evolver_async.buffer.log.store import BufferStore
 from evolver_async.buffer.state import records
-from evolver_async.buffer.tasks.jsonl import MAX_BYTES
+from evolver_async.buffer.tasks.stream import MAX_BYTES
 from evolver_async.protocol.messages import Offer, Ok, Reject, Reply
 
 

@@ -2,15 +2,16 @@
 
 import hashlib
 from dataclasses import replace
-from pathlib import Path
 from typing import Literal
 
 import msgspec
 
 from evolver_async.buffer.state.admission import StageNumbers
-from evolver_async.buffer.tasks.jsonl import load_tasks
+from evolver_async.buffer.tasks.files import rows_of
+from evolver_async.buffer.tasks.rows import given_tasks
 from evolver_async.buffer.tasks.source import EvalSet, MixturePart, TaskSource
 from evolver_async.config import Config, ConfigError
+from evolver_async.splits import Split
 
 TICKETS: dict[str, Literal["rollout", "demo", "branch"]] = {
     "sft": "demo",
@@ -42,19 +43,22 @@ def numbers_of(config: Config, kind: str) -> StageNumbers:
 
 
 def source_of(config: Config) -> TaskSource:
-    """Make the source of a stage's tasks. Raises ConfigError if the file at `tasks.path` is bad."""
+    """Make the source of a stage's tasks. Raises ConfigError if a file of `tasks.path` is bad."""
     tasks = config.tasks
     given = None
     if tasks.path:
-        given = load_tasks(Path(tasks.path), config.env.name, config.env.params)
-        for split, wanted in (("train", "training"), (config.eval.split, "eval.split")):
-            if split not in given:
+        given = given_tasks(rows_of(tasks), config.env.name, config.env.params, tasks.answer)
+        needed: dict[str, Split] = {"training": "train", "eval.split": config.eval.split}
+        for wanted, split in needed.items():
+            if not given.count(split):
                 missing = f"has no task of the {split} split, for {wanted}"
-                raise ConfigError(f"tasks.path: {tasks.path} {missing}")
+                counts = given.rows.meta.counts.items()
+                there = ", ".join(f"{count} of {name}" for name, count in counts)
+                raise ConfigError(f"tasks.path: {tasks.path} {missing}; it has {there}")
     return TaskSource(
         env=config.env.name,
         params=config.env.params,
-        train=tasks.train if given is None else len(given["train"]),
+        train=tasks.train if given is None else given.count("train"),
         solved=tasks.solved,
         failed=tasks.failed,
         evaluated=config.eval.split,
@@ -69,7 +73,7 @@ def evaluation_digest(config: Config) -> str:
     It covers the held-out tasks, the length of their episodes and the temperature.
     """
     source = source_of(config)
-    tasks = source.parts if source.given is None else source.given[source.evaluated]
+    tasks = source.parts if source.given is None else source.given.digest(source.evaluated)
     length = config.rollout.max_turns, config.rollout.actions_per_turn
     facts = tasks, source.evaluated, length, config.eval.temperature
     plain = msgspec.to_builtins(facts, str_keys=True)  # parameters may have integers as keys
@@ -88,7 +92,7 @@ def eval_sets_of(config: Config) -> dict[str, EvalSet]:
             source = TaskSource(chosen.env.name, chosen.env.params, train=0)
         elif chosen.env.params:
             source = replace(stage, params=stage.params | chosen.env.params)
-        if source.given is not None and chosen.split not in source.given:
+        if source.given is not None and not source.given.count(chosen.split):
             missing = f"has no task of the {chosen.split} split"
             raise ConfigError(f"eval.sets.{name}.split: {config.tasks.path} {missing}")
         numbers = chosen.first, chosen.tasks, chosen.k

@@ -1,5 +1,6 @@
 """Paths and names that a configuration holds. These functions alone look at the file system."""
 
+import re
 import tempfile
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,6 +12,10 @@ from evolver_async.config.sections.run import RunName
 from evolver_async.config.values.errors import ConfigError
 from evolver_async.config.values.rules import check_value
 
+ROWS = ("path", "validation", "test")  # keys of `tasks` that name files of rows
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".txt", ".gz", ".zst", ".arrow")
+
 
 def with_absolute_paths(config: Config) -> Config:
     """Make the paths absolute that a run reads again later, from another working directory too."""
@@ -18,9 +23,12 @@ def with_absolute_paths(config: Config) -> Config:
     def absolute(path: str) -> str:
         return str(Path(path).expanduser().resolve()) if path else ""
 
+    def of_rows(path: str) -> str:
+        return path if is_hub_id(path) else absolute(path)
+
     embedder = config.experience.embedder
     return replace(
-        with_task_paths(config, absolute),
+        with_task_paths(config, of_rows),
         policy=replace(config.policy, path=absolute(config.policy.path)),
         experience=replace(
             config.experience, embedder=embedder if embedder == "hash" else absolute(embedder)
@@ -32,15 +40,23 @@ def with_absolute_paths(config: Config) -> Config:
 
 
 def with_task_paths(config: Config, change: Callable[[str], str]) -> Config:
-    """Apply `change` to the task file of the run and to those that stages name."""
-    tasks, stages = replace(config.tasks, path=change(config.tasks.path)), []
+    """Apply `change` to the files of rows of the run and to those that stages name."""
+    of_run = {name: change(getattr(config.tasks, name)) for name in ROWS}
+    tasks, stages = replace(config.tasks, **of_run), []
     for stage in config.stages:
         override = dict(stage.override)
-        if "path" in override.get("tasks", {}):
-            path = change(reveal(str(override["tasks"]["path"])))
-            override["tasks"] = {**override["tasks"], "path": path}
+        named = {name: one for name, one in override.get("tasks", {}).items() if name in ROWS}
+        if named:
+            changed = {name: change(reveal(str(one))) for name, one in named.items()}
+            override["tasks"] = {**override["tasks"], **changed}
         stages.append(replace(stage, override=override))
     return replace(config, tasks=tasks, stages=stages)
+
+
+def is_hub_id(named: str) -> bool:
+    """True for a name that can be that of a data set of the hub, and is no path here."""
+    possible = HUB_ID.fullmatch(named) is not None and not named.endswith(SUFFIXES)
+    return possible and not Path(named).exists()
 
 
 def directory_of(config: Config, name: str) -> Path:

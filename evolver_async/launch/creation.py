@@ -20,11 +20,13 @@ from itertools import count
 from pathlib import Path
 
 from evolver_async.buffer.stages import evaluation_digest, source_of
+from evolver_async.buffer.tasks.files import rows_of
+from evolver_async.buffer.tasks.rows import stored
 from evolver_async.buffer.tasks.source import held_out_task
 from evolver_async.checkpoint.directory import exists
-from evolver_async.config import Config
-from evolver_async.config.load import dump, stage_config
-from evolver_async.config.paths import directory_of, with_absolute_paths, with_task_paths
+from evolver_async.config import Config, TasksConfig
+from evolver_async.config.load import dump, stage_as_written, stage_config
+from evolver_async.config.paths import ROWS, directory_of, with_absolute_paths
 from evolver_async.config.values.errors import ConfigError
 from evolver_async.errors import USER_ERROR, Unrecoverable
 from evolver_async.files import write_whole
@@ -41,6 +43,8 @@ from evolver_async.process.setup import RoleArgs
 from evolver_async.process.stopping import handled_by, raise_stop
 
 UNPREPARED = "the policy could not be prepared"
+# Keys of `tasks` that decide which rows a stage has, and how they are read.
+OF_ROWS = frozenset((*ROWS, "prompt", "split", "subset", "revision"))
 
 
 def create(
@@ -131,19 +135,34 @@ def check_changed(config: Config) -> None:
 
 
 def with_own_tasks(config: Config, run_dir: Path) -> Config:
-    """Copy task files into the run directory under new names: a restart needs the same tasks."""
-    copies: dict[str, str] = {}
+    """Put the rows of all task files into the run directory: a restart needs the same tasks, and no
+    process reads the files again."""
+    saved: dict[Path, str] = {}
 
-    def copy_of(path: str) -> str:
-        if not path or Path(path).parent == run_dir:
-            return path
-        if path not in copies:
-            names = (run_dir / f"tasks_{number}.jsonl" for number in count())
-            copies[path] = str(next(name for name in names if not name.exists()))
-            shutil.copyfile(path, copies[path])
-        return copies[path]
+    def own(tasks: TasksConfig) -> dict[str, str]:
+        path = Path(tasks.path)
+        if not tasks.path or (path.parent == run_dir and stored(path)):
+            return {}
+        rows = rows_of(tasks)
+        if rows.directory not in saved:
+            names = (run_dir / f"tasks_{number}" for number in count())
+            directory = next(name for name in names if not name.exists())
+            rows.save(directory)
+            saved[rows.directory] = str(directory)
+        revision = rows.meta.revision or tasks.revision
+        changed = {"path": saved[rows.directory], "revision": revision}
+        return changed | {"validation": "", "test": ""}
 
-    return with_task_paths(config, copy_of)
+    tasks, stages = replace(config.tasks, **own(config.tasks)), []
+    for index, stage in enumerate(config.stages):
+        override = dict(stage.override)
+        if not OF_ROWS.isdisjoint(override.get("tasks", {})):
+            changed = own(stage_as_written(config, index).tasks)
+            kept = {name: one for name, one in changed.items() if getattr(TasksConfig, name) != one}
+            rest = {n: one for n, one in override["tasks"].items() if n not in changed}
+            override["tasks"] = rest | kept if changed else override["tasks"]
+        stages.append(replace(stage, override=override))
+    return replace(config, tasks=tasks, stages=stages)
 
 
 def measure(config: Config, run_dir: Path) -> None:

@@ -44,13 +44,14 @@ class MessageLimits:
     """Limits that are checked before decoding. Sizes in bytes.
 
     By default a message may be as large as its parcels: a group that the buffer has accepted, one
-    trajectory at a time, must be fit to be sent.
+    trajectory at a time, must be fit to be sent. A header holds tasks, and one of a row of 1 MiB
+    can take 2.4 MiB: as prompt and as column, and a number of three digits takes nine bytes.
     """
 
-    header_bytes: int = 1 << 20
+    header_bytes: int = 8 << 20
     parcels: int = 4096
     parcel_bytes: int = PARCEL_BYTES
-    message_bytes: int = (1 << 20) + 4096 * PARCEL_BYTES
+    message_bytes: int = (8 << 20) + 4096 * PARCEL_BYTES
     container_bytes: int = 1  # of the header, for each map and list in it; 1: no limit
 
 

@@ -35,9 +35,13 @@ PARKED = NAMES  # past it the request that was parked for longest is answered WA
 SILENT_S = 60.0  # a process silent for longer does not keep its name from another one
 TICK_S = 0.1
 BUNDLE = 16  # members in one message, at most
+REQUEST_HEADER_BYTES = 1 << 20  # replies alone carry the tasks of rows
 # of a request: no more bytes than one large trajectory has
 REQUEST_LIMITS = MessageLimits(
-    parcels=BUNDLE, message_bytes=LIMITS.header_bytes + LIMITS.parcel_bytes, container_bytes=2
+    header_bytes=REQUEST_HEADER_BYTES,
+    parcels=BUNDLE,
+    message_bytes=REQUEST_HEADER_BYTES + LIMITS.parcel_bytes,
+    container_bytes=2,
 )
 
 log = logging.getLogger(__name__)

@@ -118,6 +118,22 @@ def test_few_lines_of_a_file_are_begun_however_many_have_parameters(
     assert [task.split for task in begun] == ["train"] * 8 + ["test"] * 8
 
 
+def test_an_environment_is_probed_once_however_many_lines_name_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = [{"params": {"kind": "given", "question": f"{n}?", "answer": "1"}} for n in range(40)]
+    for number, line in enumerate(lines):
+        line["split"] = "train" if number % 2 else "test"  # type: ignore[assignment]
+    file = tmp_path / "tasks.jsonl"
+    file.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    probed: list[str] = []
+    monkeypatch.setattr(configuration, "probe", lambda name, env: probed.append(name))
+    sets = "eval.sets={one: {tasks: 4}, two: {split: train, tasks: 3}}"
+    run = ["env.name=code", "rollout.format=tool_call", f"tasks.path={file}", sets]
+    configuration.check(load(None, [STAGE, *run]))
+    assert probed == ["code"]
+
+
 def test_random_demonstrations_need_no_expert_that_fits(tmp_path: Path) -> None:
     few = [policy(tmp_path, 512), "env.name=workshop_tools", "rollout.format=tool_call"]
     random = "stages=[{kind: sft, steps: 1, expert_fraction: 0}]"

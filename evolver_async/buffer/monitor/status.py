@@ -15,12 +15,11 @@ from evolver_async.buffer.state.groups import UNTRAINED, HeldGroup
 from evolver_async.buffer.state.leases import Leases
 from evolver_async.buffer.state.ledger import CLOSED, REFUSED, Amount
 from evolver_async.buffer.state.machine import BufferState
-from evolver_async.protocol.envelope import LIMITS
 from evolver_async.schema import WeightId
 
 SHOWN = 32  # groups, evaluations and environments
 PEERS_SHOWN = 256, 64, 16  # also stalls and quarantined tasks; the newest heard
-STATUS_BYTES = LIMITS.header_bytes - 4096  # the rest of a header is small
+STATUS_BYTES = (1 << 20) - 4096  # the rest of a header is small
 TEXT_CHARS = 500
 
 

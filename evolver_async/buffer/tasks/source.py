@@ -1,4 +1,4 @@
-"""Tasks of a stage by number: of one environment, of a mixture, or given in a file. Pure."""
+"""Tasks of a stage by number: of one environment, of a mixture, or rows of files."""
 
 import math
 from bisect import bisect_right
@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from evolver_async.buffer.tasks.rows import GivenTasks, spread
 from evolver_async.schema import Task
 from evolver_async.splits import Split
 
@@ -30,7 +31,7 @@ class TaskSource:
 
     `train`: number of distinct training tasks, 0 for an unbounded set. `evaluated`: split of the
     evaluations that have no set of their own. `mixture`: several environments instead of `env`.
-    `given`: the tasks by split, `train` of them in the train split.
+    `given`: tasks of rows, `train` of them in the train split.
     `solved`, `failed`: the chance that a pass over a finite set, or over the pool, includes a task
     whose newest group succeeded, or failed, in all its members: such a group has no contrast.
     """
@@ -42,7 +43,7 @@ class TaskSource:
     failed: float = 1.0
     evaluated: Split = "test"
     mixture: tuple[MixturePart, ...] = ()
-    given: dict[str, tuple[Task, ...]] | None = None
+    given: GivenTasks | None = None
 
     @cached_property
     def parts(self) -> tuple[MixturePart, ...]:
@@ -51,19 +52,19 @@ class TaskSource:
     @property
     def named(self) -> object:
         """Return what its ids name: sources that agree in it have equal tasks under equal ids."""
-        return self.parts if self.given is None else self.given
+        return self.parts if self.given is None else self.given.named
 
     @cached_property
     def envs(self) -> frozenset[str]:
         """The names of all environments that its tasks need."""
         if self.given is not None:
-            return frozenset(task.env for tasks in self.given.values() for task in tasks)
+            return self.given.envs
         return frozenset(part.env for part in self.parts)
 
-    def task(self, split: str, number: int) -> Task:
+    def task(self, split: Split, number: int) -> Task:
         """The task of this number; given tasks repeat after the last one."""
         if self.given is not None:
-            return self.given[split][number % len(self.given[split])]
+            return self.given.task(split, number % self.given.count(split))
         part = self.part(number)
         return Task(
             task_id=f"{part.env}/{split}/{number}",
@@ -72,6 +73,12 @@ class TaskSource:
             map_seed=number,
             params=part.params,
         )
+
+    def task_id(self, split: Split, number: int) -> str:
+        """The id of the task of this number."""
+        if self.given is not None:
+            return self.given.task_id(split, number % self.given.count(split))
+        return f"{self.part(number).env}/{split}/{number}"
 
     def part(self, number: int) -> MixturePart:
         """The environment of the task of this number.
@@ -82,11 +89,10 @@ class TaskSource:
         place = (number + 0.5) * GOLDEN % 1.0 * ends[-1]
         return self.parts[min(bisect_right(ends, place), len(ends) - 1)]
 
-    def examples(self, split: str = "train") -> list[Task]:
-        """One task of this split of every pair of environment and parameters."""
+    def examples(self, split: Split = "train") -> list[Task]:
+        """One task of this split of every part of the mixture, or of a few rows."""
         if self.given is not None:
-            kinds = {(task.env, repr(task.params)): task for task in reversed(self.given[split])}
-            return list(kinds.values())
+            return self.given.examples(split)
         return [replace(self, mixture=(part,)).task(split, 0) for part in self.parts]
 
 
@@ -106,7 +112,10 @@ class EvalSet:
         return _numbered(self.source, self.split, self.first + number)
 
     def examples(self) -> list[Task]:
-        """One of its tasks of every pair of environment and parameters."""
+        """One of its tasks of every part of the mixture, or of a few rows."""
+        if self.source.given is not None:
+            count = min(self.tasks, self.source.given.count(self.split))
+            return [self.task(number) for number in spread(count)]
         tasks = [self.task(number) for number in reversed(range(self.tasks))]
         return list({(task.env, repr(task.params)): task for task in tasks}.values())
 
@@ -116,11 +125,11 @@ def held_out_task(source: TaskSource, number: int) -> Task:
     return _numbered(source, source.evaluated, number)
 
 
-def _numbered(source: TaskSource, split: str, number: int) -> Task:
+def _numbered(source: TaskSource, split: Split, number: int) -> Task:
     """The task of this number in a split.
 
     A repeated task of a file gets another name: the name is the key of its dynamics.
     """
     task = source.task(split, number)
-    again = number // len(source.given[split]) if source.given is not None else 0
+    again = number // source.given.count(split) if source.given is not None else 0
     return msgspec.structs.replace(task, task_id=f"{task.task_id}/{again}") if again else task

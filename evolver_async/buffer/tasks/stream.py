@@ -14,7 +14,7 @@ from evolver_async.randomness import key, uniform
 from evolver_async.schema import Task
 
 PATIENT_AFTER = 2  # evictions for age before the learner waits for a task; one more quarantines it
-
+MAX_BYTES = 32_768  # of a synthetic task: the pool holds many in memory
 
 # Of a walk through a numbered set; also the key of its draws.
 Way = Literal["tasks", "synthetic", "explore"]
@@ -75,7 +75,7 @@ class TaskStream:
     def __init__(self, seed: int, source: TaskSource) -> None:
         self.seed = seed
         self.source = source
-        self._orders: dict[Way, tuple[Walk, list[int]]] = {}
+        self._orders: dict[Way, tuple[Walk, np.ndarray]] = {}
         self.restore(Cursor())
 
     def restore(self, cursor: Cursor) -> None:
@@ -247,13 +247,25 @@ class TaskStream:
         walk, first = self._walk(way), None
         for _ in range(max(2 * count, len(self.cursor.quarantined) + 1)):
             walk = walk.on(count)
-            task = self._task(way, walk)
-            if task.env in self.source.envs and task.task_id not in self.cursor.quarantined:
-                if way == "explore" or self._worthy(task.task_id, way, walk.position):
-                    return walk, task
-                first = first or (walk, task)
+            number = walk.position
+            if walk.size:
+                number = int(self._order(way, walk)[walk.position - walk.start])
+            task_id = self._playable(way, number)  # the task itself is made when it is found
+            if task_id is not None:
+                if way == "explore" or self._worthy(task_id, way, walk.position):
+                    return walk, self._task(way, number)
+                first = first or (walk, number)
             walk = walk.further()
-        return first
+        return None if first is None else (first[0], self._task(way, first[1]))
+
+    def _playable(self, way: Way, number: int) -> str | None:
+        """Return the id of a task, None if it must not be issued in this stage."""
+        if way == "synthetic":
+            task = self.cursor.pool[number]
+            task_id = task.task_id if task.env in self.source.envs else None
+        else:
+            task_id = self.source.task_id("train", number)
+        return None if task_id in self.cursor.quarantined else task_id
 
     def _worthy(self, task_id: str, way: Way, position: int) -> bool:
         success = self.cursor.success.get(task_id)
@@ -262,17 +274,14 @@ class TaskStream:
         chance = self.source.solved if success else self.source.failed
         return chance >= 1 or uniform(self.seed, way, position) < chance
 
-    def _task(self, way: Way, walk: Walk) -> Task:
-        number = walk.position
-        if walk.size:
-            number = self._order(way, walk)[walk.position - walk.start]
+    def _task(self, way: Way, number: int) -> Task:
         return self.cursor.pool[number] if way == "synthetic" else self.source.task("train", number)
 
-    def _order(self, way: Way, walk: Walk) -> list[int]:
+    def _order(self, way: Way, walk: Walk) -> np.ndarray:
         """The shuffled numbers of a pass."""
-        known, order = self._orders.get(way, (Walk(), []))
+        known, order = self._orders.get(way, (Walk(), np.zeros(0, np.int64)))
         if (known.index, known.size) != (walk.index, walk.size):
             rng = np.random.Generator(np.random.Philox(key=key(self.seed, way, walk.index)))
-            order = rng.permutation(walk.size).tolist()
+            order = rng.permutation(walk.size)
             self._orders[way] = walk, order
         return order

@@ -98,10 +98,15 @@ def tasks(config: Config) -> Iterator[tuple[str, str]]:
     """Refuse keys of `tasks` that exclude each other or have no effect."""
     tasks = config.tasks
     check_plain("env.params", config.env.params)
+    for name in ("prompt", "split", "validation", "test"):
+        if getattr(tasks, name) and not tasks.path:
+            yield f"tasks.{name}", "needs rows: set tasks.path"
+    if tasks.answer and not tasks.prompt:
+        yield "tasks.answer", "needs tasks.prompt; other rows have a column `reference`"
     if tasks.path and tasks.mixture:
-        yield "tasks.mixture", "must be empty: tasks.path is a file that names the environments"
+        yield "tasks.mixture", "must be empty: the rows of tasks.path name the environments"
     if tasks.path and tasks.train:
-        yield "tasks.train", "must be 0: the file of tasks.path determines the number of tasks"
+        yield "tasks.train", "must be 0: the rows of tasks.path determine the number of tasks"
     for name in ("solved", "failed"):
         repeats = tasks.train or tasks.path or tasks.synthetic
         if getattr(tasks, name) != 1 and not repeats:

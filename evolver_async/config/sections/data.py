@@ -24,7 +24,18 @@ class TasksConfig:
     solved: Fraction = 1.0
     failed: Fraction = 1.0  # the same for a task whose newest group failed in all its episodes
     synthetic: Fraction = 0.0  # share of new groups that get a task from questioning
-    path: str = ""  # a JSONL file of tasks, one a line, instead of numbered ones
+    # rows instead of numbered tasks: JSONL, Parquet (a file or a directory of them), what
+    # `save_to_disk` of `datasets` wrote, or the id of a data set of the Hugging Face hub
+    path: str = ""
+    # the column with the prompt, text or messages; without it rows are tasks of the environment
+    prompt: str = ""
+    answer: str = ""  # the column with a prompt's reference; "": `answer`, if there is one
+    split: str = ""  # the column with the split; "": a hash of the prompt decides
+    validation: str = ""  # rows of the validation split, as path; path has the others
+    test: str = ""  # the same for the test split
+    download: bool = False  # path may be downloaded from the hub; a run keeps its own copy
+    revision: str = ""  # of the hub's data set; a run records the commit
+    subset: str = ""  # the hub's data set has several configurations: the name of one
     mixture: list[PartConfig] = field(default_factory=list)  # several environments instead of one
 
 

@@ -11,8 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evolver_async.buffer.stages import source_of
+from evolver_async.buffer.tasks.files import rows_of
+from evolver_async.buffer.tasks.rows import given_tasks
 from evolver_async.buffer.tasks.source import TaskSource, held_out_task
 from evolver_async.buffer.tasks.stream import Cursor, Queued, TaskStream, Walk
+from evolver_async.config import TasksConfig
 from evolver_async.config.load import load, stage_config
 from evolver_async.schema import Task
 
@@ -219,10 +222,12 @@ def test_a_stage_knows_nothing_of_other_tasks_with_the_same_ids(env, params, sam
         assert made(9)[0].task_id in known, "a task of the pool has its own parameters"
 
 
-def test_a_stage_knows_nothing_of_another_files_tasks_with_the_same_ids():
+def test_a_stage_knows_nothing_of_another_files_tasks_with_the_same_ids(tmp_path):
     def of_file(query: str) -> TaskSource:
-        row = msgspec.structs.replace(numbered(0), query=query)
-        return TaskSource(env="maze", params={}, train=1, given={"train": (row,)})
+        path = tmp_path / query
+        path.write_text(f'{{"id": "0", "query": "{query}", "split": "train"}}\n')
+        given = given_tasks(rows_of(TasksConfig(path=str(path))), "maze", {}, "")
+        return TaskSource(env="maze", params={}, train=1, given=given)
 
     tasks = TaskStream(0, of_file("easy"))
     tasks.quarantine(numbered(0).task_id, "environment")

@@ -12,6 +12,7 @@ import pytest
 from actors.experience.store import FILE, Store
 from evolver_async.buffer.log.journal import Journal
 from evolver_async.buffer.stages import evaluation_digest
+from evolver_async.buffer.tasks.files import rows_of
 from evolver_async.buffer.state import records
 from evolver_async.checkpoint import history
 from evolver_async.checkpoint.directory import (
@@ -245,9 +246,9 @@ def test_a_run_that_was_moved_and_renamed_is_evaluated_and_exported(
     text = (moved / "config.yaml").read_text()
     text = text.replace(str(finished), str(tmp_path / "gone"))
     (moved / "config.yaml").write_text(text)
-    (moved / "tasks_0.jsonl").touch()
-    changes = [f"tasks.path={tmp_path}/gone/tasks_0.jsonl"]
-    assert config_of(moved, changes).tasks.path == str(moved / "tasks_0.jsonl")
+    (moved / "tasks_0").mkdir()
+    changes = [f"tasks.path={tmp_path}/gone/tasks_0"]
+    assert config_of(moved, changes).tasks.path == str(moved / "tasks_0")
     assert config_of(moved).policy.path == str(moved / "policy")
     assert main(["eval", str(moved), "--episodes", "2"]) == 0
     assert main(["export", str(moved), str(tmp_path / "out")]) == 0
@@ -316,24 +317,25 @@ def test_the_task_file_of_an_appended_stage_becomes_part_of_the_run(
     (tmp_path / "more.jsonl").write_text(TASKS)
     monkeypatch.chdir(tmp_path)
     stage = "stages+={kind: sft, steps: 1, override: {tasks: {path: more.jsonl}}}"
-    own = {"path": str(run_dir / "tasks_0.jsonl")}
+    own = {"path": str(run_dir / "tasks_0")}
     config = resume(run_dir, [stage])
     assert config == load(run_dir / "config.yaml")
     assert config.stages[2].override["tasks"] == own
     (tmp_path / "more.jsonl").rename(tmp_path / "other.jsonl")
     config = resume(run_dir, [stage.replace("more", "other")])
     assert config.stages[2].override["tasks"] == own
-    assert config.stages[3].override["tasks"] == {"path": str(run_dir / "tasks_1.jsonl")}
+    assert config.stages[3].override["tasks"] == {"path": str(run_dir / "tasks_1")}
     assert resume(run_dir, []) == config
 
 
 def test_a_run_that_was_moved_goes_on_and_is_forked(run_dir: Path, tmp_path: Path) -> None:
-    (run_dir / "tasks_0.jsonl").write_text(TASKS)
+    (tmp_path / "t.jsonl").write_text(TASKS)
+    rows_of(TasksConfig(path=str(tmp_path / "t.jsonl"))).save(run_dir / "tasks_0")
     text = (run_dir / "config.yaml").read_text()
     begun = dataclasses.replace(
         load(run_dir / "config.yaml"),
         policy=PolicyConfig(**SHAPE, path=str(run_dir / "policy")),
-        tasks=TasksConfig(path=str(run_dir / "tasks_0.jsonl")),
+        tasks=TasksConfig(path=str(run_dir / "tasks_0")),
     )
     assert str(run_dir) not in text, "the copy still names the run that it was copied from"
     dump(begun, run_dir / "config.yaml")
@@ -342,12 +344,12 @@ def test_a_run_that_was_moved_goes_on_and_is_forked(run_dir: Path, tmp_path: Pat
     run_dir.rename(moved)
     config, made = fork(moved, "forked", ["stages.1.steps=7"], None)
     assert made == moved.parent / "forked"
-    assert config.tasks.path == str(made / "tasks_0.jsonl")
+    assert config.tasks.path == str(made / "tasks_0")
     run_dir.symlink_to(moved)  # the paths in config.yaml exist, and lead here
     config = resume(moved, ["stages.1.steps=7"])
     assert (config.policy.path, config.tasks.path) == (
         str(moved / "policy"),
-        str(moved / "tasks_0.jsonl"),
+        str(moved / "tasks_0"),
     )
     assert load(moved / "config.yaml") == config, "its processes read it there"
 
