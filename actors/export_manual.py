@@ -149,6 +149,11 @@ def readme(config: Config, setting: Setting, prefix: str, stops: tuple[str, ...]
             f"Every turn begins with `{prefix}`. The chat template writes it behind the generation"
             " prompt, so what is generated follows it. A turn in `messages` includes it."
         )
+    if rollout.extract and not rollout.agent and setting.format_name == "chat":
+        manner += (
+            f" The action is not the whole message but `{rollout.extract}` of it"
+            " (`rollout.extract`)."
+        )
     if setting.format.inline and not rollout.agent:
         manner += (
             " What a tool returns stands in the same message, behind the turn: append it to the"
@@ -183,25 +188,31 @@ def conversations(config: Config, setting: Setting) -> str:
     parts = []
     for task in source_of(config).examples():
         try:
-            system, user = asyncio.run(beginning(setting, task))
+            shown = asyncio.run(beginning(setting, task))
         except Exception as error:
             said = one_line(error)
             log.warning("README: %s cannot begin a task: %s", task.env, said)
             parts.append(f"The environment `{task.env}` could not begin a task here: {said}\n")
             continue
+        absent = "There is no system message: the template's own default acts, if it has one.\n\n"
+        described = "" if shown[0][0] == "system" else absent
+        for number, (role, text) in enumerate(shown):
+            which = "System" if role == "system" else ("First" if number < 2 else "Next")
+            of = {"system": "message", "user": "message of the user, for one task"}
+            said = of.get(role, "message of the assistant, which the task gives")
+            described += f"{which} {said}:\n\n{_fenced(text)}\n\n"
         parts.append(
-            f"## How an episode of `{task.env}` begins\n\n"
-            f"System message:\n\n{_fenced(system)}\n\n"
-            f"First message of the user, for one task:\n\n{_fenced(user)}\n\n"
+            f"## How an episode of `{task.env}` begins\n\n{described}"
             "Every observation after it is a message of the user by itself.\n"
         )
     return "\n".join(parts)
 
 
-async def beginning(setting: Setting, task: Task) -> tuple[str, str]:
-    """Return the system message and the first message of the user in an episode of `task`."""
-    async with begun(task) as (env, observation):
-        return system_message(setting, env), observation
+async def beginning(setting: Setting, task: Task) -> list[tuple[str, str]]:
+    """Return roles and texts of the first messages in an episode of `task`."""
+    async with begun(task) as (env, opening):
+        system = opening.under(system_message(setting, env))
+        return setting.chat.opening_messages(system, opening.user, opening.before)
 
 
 def _fenced(text: str) -> str:

@@ -18,7 +18,7 @@ from actors.formats.chat import Chat
 from actors.judge.factory import make_judge
 from actors.postprocess import ActorComponents
 from actors.questioning.questioner import make_questioner
-from actors.reward_terms import reward_terms
+from actors.rewards.scorer import RewardScorer
 from actors.scripted.reflection import Reflector
 from actors.worker import ActorReplaced, Worker
 from evolver_async.buffer.stages import eval_sets_of, source_of
@@ -37,6 +37,7 @@ from evolver_async.protocol.envelope import SCHEMA_HASH
 from evolver_async.transport.addresses import beside
 from evolver_async.transport.client import Client, Rejected
 from evolver_async.transport.dealer import DealerClient
+from evolver_async.transport.heartbeat import Heartbeat
 from evolver_async.transport.names import unresolved
 
 UNPLAYABLE = "this host cannot play the run's episodes"
@@ -69,7 +70,7 @@ def build(
         reflector=Reflector(reflection, failures) if reflection.kind == "llm" else None,
         agents=make_agents(config, engine, chat, failures),
         failures=failures,
-        reward_terms=reward_terms(config.rollout.reward_terms),
+        scorer=RewardScorer(config, failures) if config.reward.terms else None,
     )
     return Worker(config, client, source, engine, chat, name, incarnation, components)
 
@@ -185,13 +186,25 @@ async def work(
     address = beside(welcome.experience_address, args.address)
     experience = _connect(args, address, welcome.run_id) if address else None
     identity = args.name, args.incarnation
-    worker = build(config, client, welcome.weights_address, *identity, experience)
-    worker.tickets.launch = welcome.launch
-    collect_rarely()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, worker.stop.set)
-    await worker.run()
+    worker: Worker | None = None
+
+    def beat() -> messages.Beat:
+        loading = messages.Beat(role="actor", phase="load of the model")
+        return loading if worker is None else worker.beat()
+
+    whose = args.address, welcome.run_id, *identity, args.keys
+    heartbeat = Heartbeat(*whose, warn_s=config.buffer.warn_s, read=beat)
+    heartbeat.start()
+    try:
+        worker = build(config, client, welcome.weights_address, *identity, experience)
+        worker.tickets.launch = welcome.launch
+        collect_rarely()
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, worker.stop.set)
+        await worker.run()
+    finally:
+        heartbeat.stop()
 
 
 def _connect(args: RoleArgs, address: str, run_id: str) -> DealerClient:

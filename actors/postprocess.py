@@ -16,12 +16,14 @@ from actors.engines.weight_sync import WeightsLate
 from actors.envs.base import EnvironmentFailure
 from actors.experience.guide import ServiceGuide
 from actors.failures import FailureCounts, unread
+from actors.first_reply import FirstReply
 from actors.judge.judge import Judge, JudgedEpisode
 from actors.outbox import Outbox
 from actors.progress import TicketProgress
 from actors.questioning.grade import regrade
 from actors.questioning.questioner import Questioner
-from actors.reward_terms import RewardTerm, UnusableTerm, add_terms
+from actors.rewards.facts import Unscorable
+from actors.rewards.scorer import RewardScorer
 from actors.rollout.episode import EpisodeLate
 from actors.rollout.episode_config import Setting
 from actors.rollout.finished import Finished
@@ -45,7 +47,8 @@ class ActorComponents:
     agents: AgentRunner | None = None
     reflector: Reflector | None = None
     failures: FailureCounts = field(default_factory=FailureCounts)  # theirs and the episodes'
-    reward_terms: dict[str, RewardTerm] = field(default_factory=dict)
+    scorer: RewardScorer | None = None
+    first_reply: FirstReply = field(default_factory=FirstReply)
     has_read: bool = False  # some turn of the policy
 
     def counters(self) -> dict[str, float]:
@@ -57,8 +60,10 @@ class ActorComponents:
         """Return the seconds of the agents between their calls."""
         return self.agents.worked_s() if self.agents is not None else 0.0
 
-    def _made(self) -> list[Judge | ServiceGuide | Questioner | AgentRunner | Reflector]:
-        known = (self.judge, self.guide, self.questioner, self.agents, self.reflector)
+    def _made(
+        self,
+    ) -> list[Judge | ServiceGuide | Questioner | AgentRunner | Reflector | RewardScorer]:
+        known = (self.judge, self.guide, self.questioner, self.agents, self.reflector, self.scorer)
         return [component for component in known if component is not None]
 
     async def close(self) -> None:
@@ -128,10 +133,12 @@ class TicketPostprocessing:
 
     async def _process(self, finished: Finished) -> None:
         member = finished.trajectory.member
-        await self._grade(finished)
-        if self.components.reward_terms and self.ticket.kind == "rollout":
-            self._add_terms(finished)
+        graded = await self._grade(finished)
+        if self.components.scorer is not None and self.ticket.kind in ("rollout", "eval"):
+            await self._score(self.components.scorer, finished, graded)
         self.finished.append(finished)
+        if self.components.first_reply.take_in(self.ticket, finished.trajectory, self.setting):
+            self.components.failures.noted.set()  # the next report has the text
         try:
             if self.components.judge is not None and self.ticket.kind == "rollout":
                 with self.progress.during(member, "judging"):
@@ -141,26 +148,29 @@ class TicketPostprocessing:
         with self.progress.during(member, "handing in"):
             await asyncio.shield(sending)
 
-    async def _grade(self, finished: Finished) -> None:
-        """Set the reward of a task that its environment cannot check. Raises Ungraded."""
+    async def _grade(self, finished: Finished) -> bool:
+        """Set the reward of a task that its environment cannot check; return True if there was
+        such a need. Raises Ungraded."""
         questioner, task = self.components.questioner, self.ticket.task
         if questioner is None or self.ticket.kind != "rollout" or not questioner.grades(task):
-            return
+            return False
         with self.progress.during(finished.trajectory.member, "grading"):
             given = await questioner.grade(task, finished.transcript.turns, finished.ending)
         if given is None:
             raise Ungraded(task.task_id)
         regrade(finished.trajectory, given)
         self.progress.count += 1
+        return True
 
-    def _add_terms(self, finished: Finished) -> None:
-        """Add a user's own terms to the reward. Raises Ungraded."""
-        terms = self.components.reward_terms
+    async def _score(self, scorer: RewardScorer, finished: Finished, graded: bool) -> None:
+        """Set reward and success by the terms of the configuration. Raises Ungraded."""
         try:
-            add_terms(finished.trajectory, _judged(finished), terms, self.setting.max_reward)
-        except UnusableTerm as error:
-            self.components.failures.note("reward", "rollout.reward_terms", str(error))
+            with self.progress.during(finished.trajectory.member, "scoring"):
+                await scorer.score(self.ticket.task, finished, self.setting, graded)
+        except Unscorable as error:
+            self.components.failures.note("reward", "reward.terms", str(error))
             raise Ungraded(self.ticket.task.task_id) from error
+        self.progress.count += 1
 
     async def _label(self, judge: Judge, finished: Finished) -> None:
         trajectory = finished.trajectory
@@ -172,7 +182,7 @@ class TicketPostprocessing:
 
 
 def _judged(finished: Finished) -> JudgedEpisode:
-    """Return a finished episode as judges and reward terms see it."""
+    """Return a finished episode as judges see it."""
     turns, trajectory = finished.transcript.turns, finished.trajectory
     reward, success = trajectory.reward, trajectory.success
     return JudgedEpisode(finished.query, turns, reward, success, finished.scores)

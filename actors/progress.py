@@ -27,11 +27,16 @@ class TicketProgress:
     last: dict[int, tuple[str, float]] = field(default_factory=dict)
     agents_until: float = 0.0
     clock: ActivityClock = field(default_factory=lambda: ActivityClock(ACTOR_LEVELS))
+    reported: int = 0  # progress in the last RENEW
     _doing: dict[int | None, tuple[str, float]] = field(default_factory=dict)
+    _shared: set[int | None] = field(default_factory=set)
 
-    def during(self, member: int | None, what: str) -> "_Activity":
-        """Record an activity of a member, or of all members if None, while the block runs."""
-        return _Activity(self.last, self._doing, member, what)
+    def during(self, member: int | None, what: str, *, shared: bool = False) -> "_Activity":
+        """Record an activity of a member, or of all members if None, while the block runs.
+
+        `shared`: it goes on while the ticket's count does, as a generation by the engine.
+        """
+        return _Activity(self, member, what, shared)
 
     def restart(self, member: int) -> None:
         """Let a member's activity begin now: it has made progress."""
@@ -48,44 +53,57 @@ class TicketProgress:
         now = asyncio.get_running_loop().time()
         return work * (self.generating > 0 or now < self.agents_until)
 
-    def slowest(self) -> tuple[str, float]:
-        """Describe the activity that has lasted longest, with its member; also its seconds."""
+    def slowest(self, *, moved: bool = False) -> tuple[str, float]:
+        """Describe the activity that has lasted longest, with its member; also the seconds for
+        which it stands still: 0 for a shared one if the ticket has `moved`."""
         if not self._doing:
             return "nothing", 0.0
-        member, (what, since) = min(self._doing.items(), key=lambda item: item[1][1])
-        seconds = asyncio.get_running_loop().time() - since
+        now = asyncio.get_running_loop().time()
+
+        def still_s(member: int | None) -> float:
+            return 0.0 if moved and member in self._shared else now - self._doing[member][1]
+
+        member = min(self._doing, key=lambda one: (-still_s(one), self._doing[one][1]))
+        what, since = self._doing[member]
         whose = "" if member is None else f"member {member}: "
-        return f"{whose}{what} for {seconds:.1f} s", seconds
+        return f"{whose}{what} for {now - since:.1f} s", still_s(member)
 
 
 class _Activity:
     """Block during which a member, or all, do something; see `TicketProgress.during`."""
 
-    __slots__ = ("_before", "_doing", "_last", "_member", "_now", "_what")
+    __slots__ = ("_before", "_doing", "_last", "_member", "_now", "_shared", "_shares", "_what")
 
     def __init__(
-        self,
-        last: dict[int, tuple[str, float]],
-        doing: dict[int | None, tuple[str, float]],
-        member: int | None,
-        what: str,
+        self, progress: TicketProgress, member: int | None, what: str, shares: bool
     ) -> None:
-        self._last = last
-        self._doing = doing
+        self._last = progress.last
+        self._doing = progress._doing
+        self._shared = progress._shared
         self._member = member
         self._what = what
+        self._shares = shares
 
     def __enter__(self) -> None:
         self._now = asyncio.get_running_loop().time
-        self._before = self._doing.get(self._member)
-        self._doing[self._member] = (self._what, self._now())
+        self._before = self._doing.get(self._member), self._member in self._shared
+        self._enter((self._what, self._now()), self._shares)
 
     def __exit__(self, *_: object) -> None:
         began = self._doing.pop(self._member)[1]
         if self._member is not None:
             self._last[self._member] = (self._what, self._now() - began)
-        if self._before is not None:
-            self._doing[self._member] = self._before
+        doing, shared = self._before
+        self._shared.discard(self._member)
+        if doing is not None:
+            self._enter(doing, shared)
+
+    def _enter(self, doing: tuple[str, float], shared: bool) -> None:
+        self._doing[self._member] = doing
+        if shared:
+            self._shared.add(self._member)
+        else:
+            self._shared.discard(self._member)
 
 
 def renewal(
@@ -104,9 +122,12 @@ def renewal(
     shared = {g: p.shared(work) for g, p in progresses.items()}
     # No more than a ticket tells once it is played itself: it would seem to stand still then.
     waiting = max(shared.values(), default=0) or sum(p.count for p in progresses.values())
-    slowest = {group: progress.slowest() for group, progress in progresses.items()}
+    counts = {g: waiting if p.queued else p.count + shared[g] for g, p in progresses.items()}
+    slowest = {g: p.slowest(moved=counts[g] != p.reported) for g, p in progresses.items()}
+    for group, progress in progresses.items():
+        progress.reported = counts[group]
     return messages.Renew(
-        progress={g: waiting if p.queued else p.count + shared[g] for g, p in progresses.items()},
+        progress=counts,
         doing={group: text for group, (text, _) in slowest.items()},
         still_s={group: seconds for group, (_, seconds) in slowest.items()},
         weights=weights,

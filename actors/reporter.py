@@ -60,15 +60,19 @@ class Reporter:
             await self.send(None)
 
     async def send(self, timeout_s: float | None) -> None:
-        """Send the counters of components and environment services, and all failures."""
+        """Send the counters of components and environment services, all failures, and once the
+        first reply."""
         failures = self.components.failures
         failures.noted.clear()
         self._service_failures.update(service_client.drain())
         values = self.components.counters() | self.arrival.counters() | self._service_failures
         totals = failures.totals()
         gauges, self._gauges = self._gauges, {}
-        if values or totals or gauges:
-            counters = messages.Counters(values=values, failures=totals, gauges=gauges)
+        first, self.components.first_reply.text = self.components.first_reply.text, ""
+        if values or totals or gauges or first:
+            counters = messages.Counters(
+                values=values, failures=totals, gauges=gauges, first_reply=first
+            )
             await self.client.request(counters, timeout_s=timeout_s)
 
     def generated(self) -> int:

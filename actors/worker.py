@@ -65,7 +65,7 @@ class Worker:
         self.source = source
         self.engine = engine
         self.name = name
-        self.arrival = ArrivalCheck(engine, config.policy.dtype, failures.noted)
+        self.arrival = ArrivalCheck(engine, config.policy.decided_dtype, failures.noted)
         self.reporter = Reporter(client, engine, self.components, self.arrival)
         self.clock = ActivityClock(ACTOR_LEVELS, busy=lambda: engine.stats()["busy_s"])
         ends, identity = (source, engine, self.arrival), (config.run.seed, name)
@@ -180,7 +180,7 @@ class Worker:
             reported = set(self.running)
             progresses = {one[0]: progress for one, (_, progress, _) in self.running.items()}
             known = *self.adoption.seen, self.clock, self.tickets.launch
-            work = int(self.engine.stats().get("generated", 0) + self.components.worked_s())
+            work = self.worked()
             reply = await self.client.request(renewal(progresses, work, *known))
             if isinstance(reply, messages.Fenced):
                 if not reply.groups:
@@ -188,6 +188,19 @@ class Worker:
                 for ticket_id in self.running.keys() & reported:  # not tickets granted meanwhile
                     if ticket_id[0] in reply.groups:
                         self.fence(ticket_id, reply.reason)
+
+    def worked(self) -> int:
+        """Count what all tickets share: tokens of the engine, seconds of agents between calls."""
+        stats = self.engine.stats()
+        tokens = stats.get("generated", 0) + stats.get("prefilled", 0)
+        return int(tokens + self.components.worked_s())
+
+    def beat(self) -> messages.Beat:
+        """Report the actor's progress; called by another thread than the loop's."""
+        stats, running = self.engine.stats(), list(self.running.values())
+        tokens = stats.get("generated", 0) + stats.get("prefilled", 0)
+        count = int(tokens) + self.clock.changes + sum(progress.count for _, progress, _ in running)
+        return messages.Beat(role="actor", phase=self.clock.activity, count=count)
 
     async def work(self, ticket: Ticket, progress: TicketProgress) -> None:
         """Run one ticket to its end; release undelivered members with the reason."""

@@ -30,7 +30,7 @@ def main(arguments: list[str] | None = None) -> int:
         hint = f", did you mean {close[0]}?" if close else ""
         parser.error(f"{first}: unknown command{hint}")
     args, rest = parser.parse_known_args(arguments)
-    takes_changes = args.command in ("train", "study", "rerun", "doctor", "config")
+    takes_changes = args.command in ("train", "study", "rerun", "doctor", "config", "eval")
     changes = [text for text in rest if takes_changes and not text.startswith("-")]
     if changes != rest:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
@@ -218,8 +218,14 @@ def _add_process_options(command: argparse.ArgumentParser, name: str) -> None:
 
 def _add_results(commands: Commands) -> None:
     """Add the commands that take results out of a run."""
-    command = _add(commands, "eval", "results:evaluate", "evaluate a checkpoint on held-out tasks")
-    _add_run(command)
+    about = "evaluate a checkpoint, or a recipe's untouched model, on held-out tasks"
+    command = _add(commands, "eval", "results:evaluate", about)
+    command.add_argument(
+        "positional",
+        nargs="+",
+        metavar="RUN_DIR | RECIPE key=value …",
+        help="directory of the run; or a recipe whose policy.path is the model",
+    )
     command.add_argument("--episodes", type=int, metavar="N", help="default: eval.final_episodes")
     command.add_argument("--split", choices=SPLITS, help="default: eval.split")
     _add_step(command, "default: the newest")

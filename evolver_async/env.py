@@ -3,16 +3,23 @@
 The protocol that environments follow stands in `actors/envs/base.py`.
 """
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
 
 class Info(NamedTuple):
     """Facts about one step. `valid`: the action existed; `success`: the task is solved;
-    `tool_error`: a tool was called and failed."""
+    `tool_error`: a tool was called and failed.
+
+    `metrics`: numbers of the environment's own by name, up to 32 in an episode. The last value of
+    each name counts; the mean over the episodes that have it is the metric `env/<name>`.
+    """
 
     valid: bool = True
     success: bool = False
     tool_error: bool = False
+    metrics: Mapping[str, float] = MappingProxyType({})
 
 
 class Step(NamedTuple):

@@ -1,38 +1,89 @@
 """The library for scripts and notebooks: `train` runs a recipe and returns its results."""
 
+import json
 import os
 import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from evolver_async.config import Config, ConfigError
 from evolver_async.config.load import dump
 from evolver_async.errors import TRAINING_ERROR, USER_ERROR, TrainingError
+from evolver_async.notebook import import_path
 from evolver_async.process.stopping import CODES
 from evolver_async.results.run import RunResults, load_run
 
 PREFIX = "evolver-async: "
+NESTED = "EVOLVER_ASYNC_NESTED"  # variable of the processes of a run, which must not begin another
 
 
-def train(recipe: Path | str | Config, *overrides: str) -> RunResults:
+def train(
+    recipe: Path | str | Config = "own",
+    *overrides: str,
+    model: Path | str = "",
+    data: Any = None,
+    prompt: str = "prompt",
+    reward: str | Callable[..., Any] | Sequence[str | Callable[..., Any]] = (),
+) -> RunResults:
     """Run a recipe to its end as `evolver-async train` does, and return the loaded run.
 
     `recipe` is a recipe's name, a YAML file or a `Config`; `overrides` are changes such as
-    "learner.lr=3e-4". The launcher is a process of its own, so this also works where an event loop
-    runs already, as in a notebook; its output appears here. An interrupt stops the run in order:
-    it can be resumed. ConfigError for a mistake in the recipe, TrainingError for a run that failed.
+    "learner.lr=3e-4". The other arguments stand for `policy.path`, `tasks.path`, `tasks.prompt` and
+    `reward.terms`: `data` is a path, a list of rows (dicts) or a `datasets.Dataset`, `reward` one
+    or several functions, or their names. A function that a notebook defines is written to a file
+    of the working directory.
+
+    The launcher is a process of its own, so this also works where an event loop runs already, as in
+    a notebook; its output appears here. An interrupt stops the run in order: it can be resumed.
+    ConfigError for a mistake in the arguments, TrainingError for a run that failed.
     """
-    if not isinstance(recipe, Config):
-        return _train(str(recipe), overrides)
+    if NESTED in os.environ:
+        raise ConfigError(
+            "train: was called while a process of a run imported this script for its functions:"
+            " write the call below `if __name__ == '__main__':`"
+        )
     with tempfile.TemporaryDirectory() as directory:
-        path = Path(directory) / "run.yaml"  # the stem names the run
-        dump(recipe, path)
-        return _train(str(path), overrides)
+        changes, paths = [*overrides], list[Path]()
+        if data is not None:
+            path = data if isinstance(data, str | Path) else _written(data, Path(directory))
+            changes += [f"tasks.path={path}", f"tasks.prompt={prompt}"]
+        if model:
+            changes.append(f"policy.path={model}")
+        terms = [reward] if isinstance(reward, str) or callable(reward) else [*reward]
+        for place, term in enumerate(terms):
+            if callable(term):
+                terms[place], root = import_path(term, Path.cwd())
+                paths.append(root)
+        if terms:
+            changes.append(f"reward.terms=[{','.join(map(str, terms))}]")
+        if isinstance(recipe, Config):
+            dump(recipe, Path(directory) / "run.yaml")  # the stem names the run
+            recipe = Path(directory) / "run.yaml"
+        return _train(str(recipe), changes, paths)
 
 
-def _train(recipe: str, overrides: tuple[str, ...]) -> RunResults:
+def _written(data: Any, directory: Path) -> Path:
+    """Write rows, or a `datasets.Dataset`, into `directory`; return the path for `tasks.path`."""
+    if hasattr(data, "save_to_disk"):
+        data.save_to_disk(directory / "rows")
+        return directory / "rows"
+    path = directory / "rows.jsonl"
+    try:
+        lines = [json.dumps(dict(row), ensure_ascii=False) for row in data]
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"data: must be a path, rows (dicts) or a Dataset: {error}") from None
+    path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    return path
+
+
+def _train(recipe: str, overrides: Sequence[str], paths: Sequence[Path]) -> RunResults:
+    """Run the launcher, with `paths` to import from; load the run, or raise what it ended with."""
+    searched = [str(path) for path in paths] + os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    environment = os.environ | {NESTED: "1", "PYTHONPATH": os.pathsep.join(filter(None, searched))}
     command = [sys.executable, "-m", "evolver_async.cli", "train", recipe, *overrides]
     run_dir, lines = None, []
     with subprocess.Popen(
@@ -41,6 +92,7 @@ def _train(recipe: str, overrides: tuple[str, ...]) -> RunResults:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
+        env=environment,
         start_new_session=True,  # the terminal's Ctrl-C reaches it through this process alone
     ) as launcher:
         assert launcher.stdout is not None

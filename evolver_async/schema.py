@@ -52,6 +52,8 @@ class TurnFlag(enum.IntFlag):
     INVALID_ACTION = 4  # an action did not exist
     TOOL_CALL = 8
     CUT = 16  # it reached `max_tokens` without an end of its own
+    FULL = 32  # the last one of an episode whose context had no room for another
+    OBSERVATION_CUT = 64  # the policy was shown only a part of an observation after it
 
 
 class WeightId(msgspec.Struct, kw_only=True, frozen=True, order=True, forbid_unknown_fields=True):
@@ -255,6 +257,12 @@ class Trajectory(msgspec.Struct, kw_only=True, eq=False, dict=True, forbid_unkno
     @property
     def action_tokens(self) -> int:
         return sum([sequence.action_tokens for sequence in self.sequences])
+
+    @property
+    def overlong(self) -> bool:
+        """True if a limit of tokens ended it: within its last turn, or without room for another."""
+        cut = TurnFlag.CUT | TurnFlag.FULL
+        return len(self.turn_flags) > 0 and bool(int(self.turn_flags[-1]) & cut)
 
     @property
     def oldest(self) -> WeightId | None:

@@ -16,8 +16,10 @@ from evolver_async.metrics.writer import Metrics
 from evolver_async.process.addresses import weights_address
 from evolver_async.process.garbage import collect_rarely
 from evolver_async.process.setup import RoleArgs
+from evolver_async.protocol.messages import Beat
 from evolver_async.transport.client import Client
 from evolver_async.transport.dealer import DealerClient
+from evolver_async.transport.heartbeat import Heartbeat
 from evolver_async.weights import factory as channel
 from learner.ranks.process_group import Ranks
 from learner.run.rank_server import attend, meeting
@@ -59,6 +61,16 @@ def lead(config: Config, args: RoleArgs, ranks: Ranks | None) -> int:
         return DealerClient(args.address, run_id, args.name, args.incarnation, keys=args.keys)
 
     client = loop.run_until_complete(connect())
+    learner: Learner | None = None
+
+    def beat() -> Beat:
+        return (
+            Beat(role="learner", phase="load of the model") if learner is None else learner.beat()
+        )
+
+    identity = args.address, args.run_dir.name, args.name, args.incarnation, args.keys
+    heartbeat = Heartbeat(*identity, warn_s=config.buffer.warn_s, read=beat)
+    heartbeat.start()
     learner = build(config, args.run_dir, client, loop.run_until_complete, ranks)
     collect_rarely()
 
@@ -74,6 +86,7 @@ def lead(config: Config, args: RoleArgs, ranks: Ranks | None) -> int:
         learner.metrics.alert(FAILED, str(error), "ERROR")
         raise
     finally:
+        heartbeat.stop()
         learner.close()
         client.close()
         loop.close()

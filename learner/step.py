@@ -9,10 +9,11 @@ This module knows nothing of sockets, published versions or files besides checkp
 
 import logging
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 
@@ -34,7 +35,7 @@ from learner.diagnostics.bad_steps import BadSteps
 from learner.diagnostics.histograms import step_histograms
 from learner.diagnostics.offpolicy import trajectory_metrics
 from learner.diagnostics.rollouts import copied_metrics, taken_metrics
-from learner.diagnostics.step_result import StepResult, Trained
+from learner.diagnostics.step_result import NON_FINITE, TRUNCATED, StepResult, Trained
 from learner.loss.dpo import PreferenceLoss, pair_signs, pairs
 from learner.loss.objective import Objective
 from learner.loss.sft import supervised_loss
@@ -88,6 +89,7 @@ class Updater(Models):
             return StepResult([], chosen.filtered, 0, 0, metrics)
         lags = lag_table(chosen.groups, state.head, forks)
         batch = collate(chosen.groups, lags, self._internalise(stage))
+        self.ranks.plan(batch.whole(), self.layout, gradient=True)
         # Interpolation is along one line of versions, in one context. Tokens of an abandoned
         # lineage are on no such line, and stripped tokens have two contexts.
         interpolates = stage.correction.anchor == "interpolate" and batch.sampled is None
@@ -107,7 +109,12 @@ class Updater(Models):
             steps=steps,
         )
         advantages = weighted(advantages, batch, logprobs, coef=stage.experience.reliance_coef)
-        trained = batch.part(advantages.finite_P)
+        masked_P = np.zeros_like(advantages.finite_P)
+        if stage.loss.mask_truncated:  # only now, as they count in the baseline of their group
+            members = [one for group in chosen.groups for one in group.trajectories]
+            masked_P = np.array([one.overlong for one in members])
+            metrics["train/masked_truncated"] = float(masked_P.mean())
+        trained = batch.part(advantages.finite_P & ~masked_P)
         if anchors["late"] and len(trained.members):
             logprobs = self._late_anchor(stage, logprobs, trained, state.take)
         boosts = batch.sampled is not None and stage.loss.boost > 0
@@ -129,8 +136,9 @@ class Updater(Models):
         metrics |= applied.metrics | applied.accounting.metrics()
         metrics |= trajectory_metrics(batch, trained_P)
         data = Trained(chosen.groups, batch, logprobs, advantages.advantage_N)
-        unfit_groups = advantages.left_out
-        result = _result(applied, chosen.groups, chosen.filtered, metrics, unfit_groups, data)
+        left = set(batch.group_P[masked_P].tolist()).difference(batch.group_P[~masked_P].tolist())
+        unfit = {NON_FINITE: advantages.left_out, TRUNCATED: left - advantages.left_out}
+        result = _result(applied, chosen.groups, chosen.filtered, metrics, unfit, data)
         histograms = step_histograms(batch, trained_P, applied.accounting)
         return replace(result, histograms=histograms)
 
@@ -139,6 +147,7 @@ class Updater(Models):
     ) -> StepResult:
         """Train one step on the next tokens of demonstrations."""
         batch = collate(groups, {}, self._internalise(stage))
+        self.ranks.plan(batch.whole(), self.layout, gradient=True)
         applied = self._update(stage, batch.whole(), supervised_loss, state, steps)
         self._check_finite(state, applied, batch)
         metrics = taken_metrics(stage, groups) | applied.metrics
@@ -154,12 +163,13 @@ class Updater(Models):
         steps: int,
     ) -> StepResult:
         """Train one step on preferences: the best member of each group against its worst."""
-        chosen = pairs(groups)
+        chosen = pairs(groups, stage.selection.by, masked=stage.loss.mask_truncated)
         metrics = taken_metrics(stage, groups)
         if not chosen.groups:
             return StepResult([], chosen.filtered, 0, 0, metrics)
         lags = lag_table(chosen.groups, state.head, forks)
         batch = collate(chosen.groups, lags, self._internalise(stage), whole_groups=True)
+        self.ranks.plan(batch.whole(), self.layout, gradient=True)
         assert self.reference is not None, "a dpo stage was entered without a reference"
         reference_N = self._scorer(stage)(self.reference, batch.whole())
         loss = PreferenceLoss(stage.loss, pair_signs(batch), reference_N)
@@ -282,10 +292,13 @@ def _result(
     groups: list[Group],
     filtered: dict[str, list[int]],
     metrics: dict[str, float],
-    unfit: Collection[int] = (),
+    unfit: Mapping[str, Collection[int]] = MappingProxyType({}),
     data: Trained | None = None,
 ) -> StepResult:
-    """Sum up a step; groups without an applied update do not train, and `unfit` ones neither."""
+    """Sum up a step; groups without an applied update do not train.
+
+    `unfit`: indices of groups that could not, by reason.
+    """
     lost = applied.lost(groups, unfit)
     gone = {group_id for ids in lost.values() for group_id in ids}
     return StepResult(

@@ -13,10 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from evolver_async.checkpoint.directory import CheckpointError
+from evolver_async.checkpoint.directory import progress as writing
 from evolver_async.config import Config
 from evolver_async.errors import EVALUATION_LOST, STOPPED, TrainingError
 from evolver_async.launch import run_directory
 from evolver_async.lineages import Fork
+from evolver_async.metrics.activity import OTHER
 from evolver_async.metrics.writer import Metrics, Timers
 from evolver_async.protocol import messages
 from evolver_async.schema import Group
@@ -39,6 +41,15 @@ from learner.step import Updater
 
 log = logging.getLogger(__name__)
 
+PHASES = {  # activities in words
+    "anchor": "anchor log-probs",
+    "reference": "reference log-probs",
+    "value": "values",
+    "forward": "forward and backward",
+    "backward": "forward and backward",
+    "distill": "distillation",
+    OTHER: "collation",
+}
 POLL_S = 0.5  # between checks for results of an evaluation, or for the end of a pause
 
 
@@ -65,6 +76,8 @@ class Learner:
         updater = Updater(config, run_dir, self.timers, ranks)
         updater.optimizer.register_step_pre_hook(lambda *_: self.await_copy())
         self.updater = updater if ranks is None else Leader(updater, ranks)
+        self.progress = updater.ranks.progress
+        self.evaluating = False
         self.evaluations = EvaluationTracker(publisher, metrics, config.eval)
         self.checkpoints = Checkpoints(run_dir, config)
         self.guard = Guard(run_dir, metrics)
@@ -108,6 +121,11 @@ class Learner:
             self.state = self.updater.restore(newest)
             log.info("resumed from %s", newest)
         state = self.state
+        if newest is None and self.config.eval.at_start == "always":
+            first = self.stages(0).eval
+            self.evaluations.ask(state, 0, first.episodes, first.sets)
+        elif newest is not None and (known := self.checkpoints.untouched(newest)):
+            self.evaluations.know(state, known)
         reopen(self.config.stages, state)
         again = self.evaluations.ask_again(state, self.stages) or NO_EVALUATION
         request = messages.Resume(
@@ -134,6 +152,26 @@ class Learner:
         self.publisher.wait()
         self.save()
 
+    def beat(self) -> messages.Beat:
+        """Report the progress of the present step; called by another thread than the training."""
+        activity, progress = self.timers.clock.activity, self.progress
+        count = self.timers.clock.changes + progress.micro_batches
+        if activity == "checkpoint":  # its bytes can take long, and no processor
+            count += hash(writing(self.checkpoints.directory)) % (1 << 32)
+        phase = PHASES.get(activity, activity)
+        if activity == OTHER and progress.began is None:
+            phase = "evaluation" if self.evaluating else "start"
+        return messages.Beat(
+            role="learner",
+            phase=phase,
+            count=count,
+            step=progress.step + 1,
+            step_s=progress.seconds,
+            share=progress.share,
+            micro_batches=progress.micro_batches,
+            tokens=progress.tokens,
+        )
+
     def kind(self, stage: int) -> str:
         return self.config.stages[stage].kind
 
@@ -142,8 +180,10 @@ class Learner:
         self.heed_pause()
         with self.timers("wait"):
             groups = self.sample()
+        self.progress.begin(self.state.take)
         with self.timers("train"):
             outcome = train_take(self.updater, self.stages, self.state, groups, self.forks)
+        self.progress.end()
         take, stage, kind = self.state.take, self.state.stage, self.kind(self.state.stage)
         settings = self.stages(stage, self.state.rollbacks)
         learns, selects = kind == "rl", kind in ("rl", "dpo")  # those can filter all groups
@@ -266,6 +306,7 @@ class Learner:
     def await_evaluations(self) -> int:
         """Repeat KEPT until all evaluations end or make no progress; return the exit code."""
         timeout_s = self.config.eval.timeout_s
+        self.evaluating = True
         standstill = Standstill(timeout_s, self.requests.now())
         while self.state.pending and not self.requests.stopping:
             progress = self.keep()

@@ -21,7 +21,7 @@ QUESTIONS = ("What", "Who", "Whom", "Whose", "Whether", "Where", "How", "Which",
 FLOORS = (
     ("errors", "files", "randomness", "extension", "splits"),
     ("schema", "env"),
-    ("lineages",),
+    ("lineages", "rewards"),
     ("config", "protocol", "model", "checkpoint"),
     ("process", "transport", "metrics"),
     ("weights", "buffer", "memory"),
@@ -30,7 +30,7 @@ FLOORS = (
     ("results",),
     ("study", "dashboard"),
     ("report",),
-    ("commands",),
+    ("commands", "notebook"),
     ("library", "cli"),
     ("__main__",),
 )
@@ -64,6 +64,9 @@ HOMES: dict[str, tuple[str, ...]] = {
     "textarena": ("actors.envs.adapters.textarena_env",),
     "verifiers": ("actors.envs.adapters.verifiers_env",),
     "openenv": ("actors.envs.adapters.openenv_env",),
+    "datasets": ("evolver_async.buffer.tasks.tables",),
+    "pyarrow": ("evolver_async.buffer.tasks.tables",),
+    "math_verify": ("actors.rewards.answers",),
     "httpx": ("actors.llm.client", "actors.envs.adapters.service_client"),
     "uvicorn": ("actors.endpoint.server",),
     "wandb": ("evolver_async.metrics.wandb_upload",),
@@ -84,6 +87,7 @@ HOMES: dict[str, tuple[str, ...]] = {
         "evolver_async.model.lean",
         "evolver_async.model.tree_attention",
         "evolver_async.model.lora",
+        "evolver_async.model.precision",
         "evolver_async.model.products",
         "evolver_async.model.projection",
         "evolver_async.model.tiny",  # the part of policy that makes the preset
@@ -302,7 +306,8 @@ def test_every_module_has_a_docstring() -> None:
 def test_outside_imports_are_declared() -> None:
     declared = (ROOT / "pyproject.toml").read_text(encoding="utf-8").lower()
     aliases = {"zmq": "pyzmq", "yaml": "omegaconf"}
-    aliases |= {one: one.replace("_", "-") for one in ("reasoning_gym", "prometheus_client")}
+    hyphened = ("reasoning_gym", "prometheus_client", "math_verify")
+    aliases |= {one: one.replace("_", "-") for one in hyphened}
     outside = {name.split(".")[0] for module in modules() for name in imports(module)}
     outside -= {*PACKAGES, *sys.stdlib_module_names}
     outside -= {"hardening"}  # beside the sandbox's guest, which runs as a script

@@ -8,12 +8,14 @@ from contextlib import contextmanager
 from actors.endpoint.runner import load_agent
 from actors.envs import base
 from actors.formats.tool_calls import CODE_TOOL
-from actors.formats.turns import FORMATS, THOUGHTFUL, turn_format
+from actors.formats.turns import FORMATS, THOUGHTFUL, extractor
 from actors.judge.factory import JUDGES
 from actors.llm.client import authorization
 from actors.questioning.profile import load_profile
-from actors.reward_terms import reward_terms
+from actors.rewards.own import load_function
+from actors.rewards.scorer import RewardScorer, check_terms
 from actors.rollout.conversation import tool_names
+from actors.rollout.episode_config import format_name, format_of
 from evolver_async.buffer.stages import TICKETS, eval_sets_of, source_of
 from evolver_async.buffer.tasks.source import TaskSource
 from evolver_async.config import Config, ConfigError, StageConfig
@@ -55,10 +57,13 @@ def check(config: Config) -> None:
     check_own(config)
     if config.rollout.agent_reward == "judged":
         authorization(config.judge.llm, "judge")
+    RewardScorer(config)  # which checks the parameters of its terms
     if config.questioning.profile:
         load_profile(config.questioning.profile)
     probed = set[str]()
-    for index, stage, staged, name, env in _environments(config):
+    for index, stage, staged, task, env in _environments(config):
+        name = task.env
+        check_terms(staged, task)
         _check_async(index, stage, staged, name, env)
         _check_turns(staged, name, env)
         _check_service(staged, name, env, probed)
@@ -94,12 +99,15 @@ def check_own(config: Config) -> None:
         load_agent(rollout.agent)
     if is_own(judge):
         implementation("judge.kind", judge, JUDGES)
-    reward_terms(rollout.reward_terms)
+    for index, term in enumerate(config.reward.terms):
+        if is_own(term.name):
+            load_function(f"reward.terms[{index}]", term.name)
     if is_own(rollout.format):
         implementation("rollout.format", rollout.format, FORMATS)
+    extractor(rollout.extract)
 
 
-def _environments(config: Config) -> Iterator[tuple[int, StageConfig, Config, str, base.Env]]:
+def _environments(config: Config) -> Iterator[tuple[int, StageConfig, Config, Task, base.Env]]:
     """Yield every environment that tasks of a stage need, with the stage's own configuration; of
     rows those of a few."""
     for index, stage in enumerate(config.stages):
@@ -108,7 +116,7 @@ def _environments(config: Config) -> Iterator[tuple[int, StageConfig, Config, st
         for task in source.examples():
             with placed(source, task):
                 env = base.make_env(task.env, task.params)
-            yield index, stage, staged, task.env, env
+            yield index, stage, staged, task, env
 
 
 def _check_evaluated(config: Config, probed: set[str]) -> None:
@@ -141,6 +149,7 @@ def placed(source: TaskSource, task: Task) -> Iterator[None]:
 def _check_played(config: Config, task: Task, probed: set[str]) -> None:
     """Raise ValueError for a task that an evaluation cannot play."""
     env = base.make_env(task.env, task.params)
+    check_terms(config, task)
     _check_turns(config, task.env, env)
     _check_service(config, task.env, env, probed)
     if config.launch.kind == "serial" and base.asynchronous(env):
@@ -215,39 +224,34 @@ def _check_branches(key: str, stage: StageConfig, staged: Config, name: str, env
     """Refuse branching without snapshots, and a reason without a place in the turn format."""
     if not isinstance(env, base.Rewindable):
         raise ValueError(f"{key} needs solve, state and snapshot, which env.name={name} has not")
-    style = turn_format(
-        staged.rollout.format,
-        think=staged.rollout.think,
-        actions_per_turn=staged.rollout.actions_per_turn,
-    )
+    style, chosen = format_of(staged), format_name(staged)
     if style.inline:
-        raise ValueError(f"{key} needs turns that are messages, not {staged.rollout.format}")
+        raise ValueError(f"{key} needs turns that are messages, not {chosen}")
     if stage.kind == "reflect" and style.prefix not in THOUGHTFUL:
-        raise ValueError(f"{key} has no place for a reason: set rollout.think")
+        wanted = "rollout.format=think_answer and rollout.think" if chosen == "chat" else ""
+        raise ValueError(f"{key} has no place for a reason: set {wanted or 'rollout.think'}")
 
 
 def _check_turns(config: Config, name: str, env: base.Env) -> None:
     """Check turn format and context by themselves and for this environment."""
-    rollout = config.rollout
-    style = turn_format(
-        rollout.format, think=rollout.think, actions_per_turn=rollout.actions_per_turn
-    )
+    rollout, chosen = config.rollout, format_name(config)
+    style = format_of(config)
     if rollout.max_tokens < style.min_tokens:
         small = f"is too small for one turn (at least {style.min_tokens})"
         raise ValueError(f"rollout.max_tokens: {rollout.max_tokens} {small}")
     if style.inline and rollout.context != "full":
-        where = f"where {rollout.format} turns share one message"
+        where = f"where {chosen} turns share one message"
         raise ValueError(f"rollout.context: {rollout.context} cannot be {where}")
     if not style.tools:
         return
     if rollout.context == "single":
         raise ValueError(
-            f"rollout.context: single would hide the question from {rollout.format} turns, whose"
+            f"rollout.context: single would hide the question from {chosen} turns, whose"
             " observations are what a tool said"
         )
     if not isinstance(env, base.Tooled):
-        raise ValueError(f"rollout.format: {rollout.format} needs tools, which {name} has not")
+        raise ValueError(f"rollout.format: {chosen} needs tools, which {name} has not")
     if style.inline and CODE_TOOL not in tool_names(env):
-        raise ValueError(f"rollout.format: {rollout.format} needs a tool {CODE_TOOL} of {name}")
+        raise ValueError(f"rollout.format: {chosen} needs a tool {CODE_TOOL} of {name}")
     if config.questioning.kind == "llm":
-        raise ValueError(f"questioning.kind: llm cannot explore in turns of {rollout.format}")
+        raise ValueError(f"questioning.kind: llm cannot explore in turns of {chosen}")

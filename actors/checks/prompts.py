@@ -1,5 +1,6 @@
 """Checks that need the run's model directory: its positions must hold the context, a first prompt
-must leave room for a turn, and a first demonstrated turn must be one that a rollout could write."""
+must leave room for a turn, and a first demonstrated turn must be one that a rollout could write and
+read."""
 
 import asyncio
 import random
@@ -7,6 +8,7 @@ import random
 from actors.checks.config import of_set, placed
 from actors.envs.base import EnvError, Solvable, begun, one_line
 from actors.formats.chat import Chat
+from actors.formats.tool_calls import InvalidCall, called
 from actors.rollout.conversation import first_prompt
 from actors.rollout.episode_config import Setting, setting_of
 from actors.scripted.branching import BranchState, TriedTurn, reflect_rows, try_turns
@@ -33,15 +35,16 @@ def check(config: Config) -> None:
     for index in range(len(config.stages)):
         staged = stage_config(config, index)
         stage, source = config.stages[index], source_of(staged)
-        demonstrates = TICKETS[stage.kind] == "branch" or (
-            stage.kind == "sft" and stage.expert_fraction > 0
-        )
+        shows_expert = stage.kind == "sft" and stage.expert_fraction > 0
+        shows_others = stage.kind == "sft" and stage.expert_fraction < 1
+        if TICKETS[stage.kind] == "branch":
+            shows_expert = shows_others = True
         setting = setting_of(staged, chat, "", 0)
         for task in source.examples():
             with placed(source, task):
                 _check_first(staged, setting, task, stage.kind == "reflect")
-                if demonstrates:
-                    _check_demonstration(staged, setting, task)
+                if shows_expert or shows_others:
+                    _check_demonstration(staged, setting, task, shows_expert, shows_others)
         for task in source.examples(source.evaluated):
             with placed(source, task):
                 _check_first(staged, setting, task, False)
@@ -74,30 +77,55 @@ def _check_first(config: Config, setting: Setting, task: Task, reflects: bool) -
             raise ConfigError(str(error)) from None
 
 
-def _check_demonstration(config: Config, setting: Setting, task: Task) -> None:
-    """Refuse a first turn that is too long; later ones fail as what an environment does."""
+def _check_demonstration(
+    config: Config, setting: Setting, task: Task, expert: bool, others: bool
+) -> None:
+    """Refuse first turns of the `expert`, or of `others` that play the environment's actions, that
+    the turn format itself cannot read, and one of the expert that is too long; later ones fail as
+    what an environment does."""
+    style = setting.format
     try:
-        length = asyncio.run(_first_turn(setting, task))
+        turns = asyncio.run(_first_turns(setting, task, expert, others))
+        texts = [style.render_actions(actions) for actions in turns]
+        read = [style.parse(text) for text in texts]
     except Exception as error:
         said = f"{task.env} cannot demonstrate a task: {one_line(error)}"
         raise ConfigError(f"env.name: {said}") from error
-    if length > config.rollout.max_tokens:
+    for actions, text, found in zip(turns, texts, read, strict=True):
+        if not _same(style.tools, actions, found):
+            seen = "reads nothing in it" if found is None else f"reads {found!r} in it"
+            raise ConfigError(
+                f"rollout.format: {setting.format_name} cannot show a demonstration of {task.env},"
+                f" as it {seen}: {style.prefix + text!r}; choose another format"
+            )
+    length = len(setting.chat.turn(texts[0], style.stop_strings))
+    if expert and length > config.rollout.max_tokens:
         small = f"is too small for a demonstrated turn of {task.env}: {length} tokens"
         raise ConfigError(f"rollout.max_tokens: {config.rollout.max_tokens} {small}")
 
 
-async def _first_turn(setting: Setting, task: Task) -> int:
-    """Return the number of tokens of the first turn in the expert's episode."""
-    style = setting.format
+def _same(tools: bool, actions: list[str], found: list[str | InvalidCall] | None) -> bool:
+    """Return True if the actions that were read are those that were written, calls of tools in
+    whatever spelling."""
+    if found is None or any(isinstance(one, InvalidCall) for one in found):
+        return False
+    read = [one for one in found if isinstance(one, str)]
+    if tools:
+        return [*map(called, read)] == [*map(called, actions)]
+    return read == [action.strip() for action in actions]
+
+
+async def _first_turns(setting: Setting, task: Task, expert: bool, others: bool) -> list[list[str]]:
+    """Return the actions of first turns: the expert's first, then one of each action there is."""
     async with begun(task) as (env, _):
         assert isinstance(env, Solvable), f"{task.env} cannot demonstrate"
-        actions = env.solve()[: style.actions_per_turn]
-        return len(setting.chat.turn(style.render_actions(actions), style.stop_strings))
+        turns = [env.solve()[: setting.format.actions_per_turn]] if expert else []
+        return turns + [[action] for action in (env.actions() if others else ())]
 
 
 async def _begun(setting: Setting, task: Task, reflects: bool) -> tuple[list[int], list[TriedTurn]]:
     """Return the first prompt of a task and, if reasons are asked for, turns to give reasons
     about."""
-    async with begun(task) as (env, observation):
+    async with begun(task) as (env, opening):
         turns = try_turns(env, setting.format, 1, random.Random(0)) if reflects else []
-        return first_prompt(setting, env, observation), turns
+        return first_prompt(setting, env, opening), turns

@@ -7,18 +7,21 @@ call OpenAI's, runs its own tools and environment, and returns its reward.
 import importlib
 import inspect
 import math
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from numbers import Real
+from types import MappingProxyType
 from typing import NamedTuple
 
-from actors.envs.results import number, truth
+from actors.envs.results import checked_metrics, number, truth
 
 
 class AgentOutcome(NamedTuple):
-    """Reward of an agent. `success`: True if it solved the task."""
+    """Reward of an agent. `success`: True if it solved the task; `metrics`: numbers of its own by
+    name, as in `Info`."""
 
     reward: float
     success: bool
+    metrics: Mapping[str, float] = MappingProxyType({})
 
 
 Agent = Callable[..., Awaitable[AgentOutcome | float | None]]
@@ -49,7 +52,9 @@ def outcome_of(returned: object) -> AgentOutcome:
     if isinstance(returned, AgentOutcome):
         try:
             reward = number("reward of the AgentOutcome", returned.reward)
-            outcome = AgentOutcome(reward, truth("success of the AgentOutcome", returned.success))
+            success = truth("success of the AgentOutcome", returned.success)
+            metrics = checked_metrics("metrics of the AgentOutcome", returned.metrics)
+            outcome = AgentOutcome(reward, success, metrics)
         except TypeError as error:
             raise ValueError(str(error)) from None
     elif isinstance(returned, Real):

@@ -242,6 +242,7 @@ class AgentRunner:
                 ending=history[-1].content,
                 experience_ids=[],
                 scores=[],
+                metrics=outcome.metrics,
             )
         except RewardTooLarge as error:
             self._counts["no_reward"] += 1

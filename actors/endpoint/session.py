@@ -106,6 +106,8 @@ class EndpointSession:
         room = min(self.ticket.sampling.max_tokens, self.setting.max_length - len(context))
         if room < 1:
             self.limited = True
+            if self.flags:
+                self.flags[-1] |= TurnFlag.FULL
             limit = self.setting.max_length
             text = f"a conversation of {len(context)} tokens leaves no room in {limit}"
             raise RequestRefused(text, "context_length_exceeded")
@@ -151,7 +153,8 @@ class EndpointSession:
         message = ChatMessage("assistant", parsed.content.strip(), parsed.calls)
         self.recorder.finish(pending, generation, message)
         called = TurnFlag.TOOL_CALL if parsed.calls else TurnFlag(0)
-        self.flags.append(called if parsed.readable else TurnFlag.FORMAT_ERROR)
+        flags = called if parsed.readable else TurnFlag.FORMAT_ERROR
+        self.flags.append(flags | (TurnFlag.CUT if generation.finish == "length" else 0))
         if self.setting.recorded:
             observation = request.messages[-1].content
             action = " ".join(f"{name}({arguments})" for name, arguments in parsed.calls)

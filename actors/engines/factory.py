@@ -13,6 +13,7 @@ from actors.weights.source import FetchedWeights, VersionSource
 from evolver_async.config import Config
 from evolver_async.launch.registry import resolve
 from evolver_async.model import policy
+from evolver_async.model.precision import load_policy, stored_dtype
 from evolver_async.schema import WeightId
 from evolver_async.weights.factory import ReceiverSettings, receiver, receiver_settings
 from evolver_async.weights.lora_receiver import whole
@@ -61,10 +62,10 @@ def _torch_engine(
     weights: WeightId | None,
     tensors: dict[str, Tensor] | None,
 ) -> TorchEngine:
-    dtype, device = config.policy.dtype, config.engine.device
-    model = policy.load_model(config.policy.path, dtype=dtype, device=device)
+    dtype, device = config.policy.decided_dtype, config.engine.device
+    model = load_policy(config.policy.path, dtype=dtype, device=device)
     if tensors is not None:
-        policy.load_state(model, whole(tensors, config.policy))
+        policy.load_state(model, whole(tensors, config.policy, stored_dtype(dtype, device)))
     return TorchEngine(
         model,
         tokenizer,
@@ -94,10 +95,10 @@ def _vllm_engine(
     if adapter is not None and settings is not None:
         settings = msgspec.structs.replace(settings, base="")  # served beside the base weights
     if adapter is None and tensors is not None:
-        tensors = whole(tensors, config.policy)
+        tensors = whole(tensors, config.policy, config.policy.decided_dtype)
     starting = Settings(
         path=config.policy.path,
-        dtype=config.policy.dtype,
+        dtype=config.policy.decided_dtype,
         directory=config.weights.dir,
         max_length=config.policy.max_length,
         adapter=adapter,

@@ -81,7 +81,7 @@ def adapter_of(config: Config) -> Adapter | None:
         name=config.run.name or "policy",
         rank=settings.rank,
         alpha=settings.alpha,
-        dtype=config.policy.dtype,
+        dtype=config.policy.decided_dtype,
         targets=tuple(settings.targets),
     )
 

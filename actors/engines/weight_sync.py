@@ -195,7 +195,8 @@ class WeightSync:
     async def _turn(self, condition: Callable[[], bool], progress: TicketProgress) -> None:
         """Wait for `condition`, which can change when a ticket ends."""
         progress.queued = True
-        with progress.during(None, "waiting for other tickets to leave the engine"):
+        doing = "waiting for other tickets to leave the engine"
+        with progress.during(None, doing, shared=True):
             async with self.turnover:
                 await self.turnover.wait_for(condition)
         progress.queued = False

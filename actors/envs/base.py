@@ -17,6 +17,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import msgspec
 
+from actors.envs.results import Opening, checked_opening
 from evolver_async.config.secrets import mask, reveal
 from evolver_async.env import Exact, Step
 from evolver_async.protocol.failures import FailureKind
@@ -33,6 +34,7 @@ REGISTRY = {
     "gymnasium": "actors.envs.adapters.gymnasium_env:Gymnasium",
     "gymnasium_table": "actors.envs.adapters.gymnasium_env:GymnasiumTable",
     "openenv": "actors.envs.adapters.openenv_env:OpenEnv",
+    "prompts": "actors.envs.prompts:Prompts",
     "reasoning_gym": "actors.envs.adapters.reasoning_gym_env:ReasoningGym",
     "sokoban": "actors.envs.grid.sokoban:Sokoban",
     "textarena": "actors.envs.adapters.textarena_env:TextArena",
@@ -73,8 +75,10 @@ class Env(Protocol):
 
     instructions: str  # for the system message: what the task is and which actions exist
 
-    def reset(self, task: Task, dynamics_seed: int) -> str:
-        """Begin `task`, all chance keyed by `dynamics_seed`; returns the first observation."""
+    def reset(self, task: Task, dynamics_seed: int) -> str | list[dict[str, Any]]:
+        """Begin `task`, all chance keyed by `dynamics_seed`; returns the first observation, a text
+        or chat messages ({"role", "content"}, one of the system first or none, the last one from
+        the user)."""
         ...
 
     def step(self, action: str) -> Step:
@@ -91,6 +95,20 @@ class Described(Env, Protocol):
     tokenizer, `plain_instructions` in plain English for models of normal size (`env.prompt`)."""
 
     plain_instructions: str
+
+
+@runtime_checkable
+class Formatted(Env, Protocol):
+    """Environment made for one turn format: the one that `rollout.format: auto` means for it."""
+
+    turn_format: str
+
+
+@runtime_checkable
+class Bounded(Env, Protocol):
+    """Environment whose episodes end after so many turns, readable or not."""
+
+    max_turns: int
 
 
 @runtime_checkable
@@ -217,13 +235,13 @@ def blocks(name: str, found: type[Env]) -> bool:
 
 
 @contextlib.asynccontextmanager
-async def begun(task: Task) -> AsyncIterator[tuple[Env, str]]:
-    """Make the environment of a task and begin it; yield it with its first observation, behind the
-    task's query if it has one."""
+async def begun(task: Task) -> AsyncIterator[tuple[Env, Opening]]:
+    """Make the environment of a task and begin it; yield it with its first messages, the task's
+    query in them if it has one."""
     env = make_env(task.env, task.params)
     try:
-        observation = await settled(env.reset(task, 0))
-        yield env, f"{task.query}\n{observation}" if task.query else observation
+        opening = checked_opening(await settled(env.reset(task, 0)))
+        yield env, opening.asked(task.query)
     finally:
         await settled(env.close())
 

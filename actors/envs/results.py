@@ -4,13 +4,62 @@ Numbers and truth values of numpy become Python's own: the wire takes no others.
 """
 
 import math
+import re
+from collections.abc import Mapping
 from numbers import Real
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from evolver_async.config.values.rules import check_plain
 from evolver_async.env import Exact, Info, Step
+
+METRIC_NAME = re.compile(r"[\w.@-]{1,64}")
+
+
+class Opening(NamedTuple):
+    """First messages of an episode: the last one from the user, roles and texts of those `before`
+    it, and the text of a system message."""
+
+    user: str
+    before: tuple[tuple[str, str], ...] = ()
+    system: str = ""
+
+    @property
+    def text(self) -> str:
+        """The user's messages in it, one below the other."""
+        said = [text for role, text in self.before if role == "user"]
+        return "\n".join([*said, self.user])
+
+    def asked(self, query: str) -> "Opening":
+        """Return it with a task's query in front of the last message; without one as it is."""
+        return self._replace(user=f"{query}\n{self.user}") if query else self
+
+    def under(self, system: str) -> str:
+        """Return the system message, the given text in front of its own."""
+        return "\n\n".join(part for part in (system, self.system) if part)
+
+
+def checked_opening(value: object) -> Opening:
+    """Return the first messages, from a text or from chat messages; TypeError or ValueError for
+    others."""
+    if not isinstance(value, list):
+        if isinstance(value, str):
+            return Opening(value)
+        raise TypeError(f"an observation must be a text or chat messages, is {_described(value)}")
+    said = list[tuple[str, str]]()
+    for number, one in enumerate(value):
+        if not isinstance(one, dict) or not {"role", "content"} <= one.keys():
+            raise TypeError(f"message {number} must be a dict with role and content, is {one!r}")
+        role = text(f"role of message {number}", one["role"])
+        if role not in (("system", "user", "assistant") if number == 0 else ("user", "assistant")):
+            first = "" if number == 0 else ", a system message the first one"
+            raise ValueError(f"message {number} must be from user or assistant{first}, is {role!r}")
+        said.append((role, text(f"content of message {number}", one["content"])))
+    if not said or said[-1][0] != "user":
+        raise ValueError("chat messages must end with one from the user")
+    system = said.pop(0)[1] if said[0][0] == "system" else ""
+    return Opening(said[-1][1], tuple(said[:-1]), system)
 
 
 def checked_observation(value: object) -> str:
@@ -28,9 +77,21 @@ def checked_step(value: object) -> Step:
     truncated = truth("truncated of the Step", value.truncated)
     if not isinstance(value.info, Info):
         raise TypeError(f"info of the Step must be an Info, is {_described(value.info)}")
-    facts = zip(Info._fields, value.info, strict=True)
-    info = Info(*(truth(f"{name} of the Info", fact) for name, fact in facts))
+    names = "valid", "success", "tool_error"
+    facts = (truth(f"{name} of the Info", getattr(value.info, name)) for name in names)
+    metrics = checked_metrics("metrics of the Info", value.info.metrics)
+    info = Info(**dict(zip(names, facts, strict=True)), metrics=metrics)
     return Step(value.observation, reward, terminated, truncated, info)
+
+
+def checked_metrics(what: str, value: object) -> dict[str, float]:
+    """Return finite numbers by name; TypeError or ValueError, which names the wrong one."""
+    if not isinstance(value, Mapping):
+        raise TypeError(f"{what} must be a mapping, is {_described(value)}")
+    for name in value:
+        if not isinstance(name, str) or not METRIC_NAME.fullmatch(name):
+            raise ValueError(f"{what}: the name {name!r} is not of letters, digits and _ . @ -")
+    return {name: finite(f"{name} in the {what}", found) for name, found in value.items()}
 
 
 def checked_verdict(value: object) -> tuple[float, bool]:

@@ -22,11 +22,12 @@ from actors.engines.base import Generation
 from evolver_async.model.tokenizer import end_tokens
 from evolver_async.schema import Role, Sequence, VersionRun, WeightId
 
-ASSISTANT, USER = "assistant-sentinel", "user-sentinel"
+ASSISTANT, USER, SYSTEM = "assistant-sentinel", "user-sentinel", "system-sentinel"
 OPENING, CLOSING = "<experience>", "</experience>"
 REMEMBERED = 4096  # texts whose tokens are kept: observations repeat, and members share a prompt
 LONGEST = 1000  # characters of a text whose tokens are kept
 LONGEST_TURN = 32  # tokens of a turn whose text is kept: short ones repeat
+Messages = tuple[tuple[str, str], ...]  # roles and texts
 # For templates that write the date: every day has the same prompts. Llama's fall back to this one.
 TODAY = datetime(2024, 7, 26)
 
@@ -39,6 +40,9 @@ class Chat:
     `stop_tokens` are those whose sampling ends a turn. `between` is the text between an assistant
     message and the next one of the user, `opening` that between the latter and where the policy
     writes. ValueError: the template drops or changes messages.
+
+    Without a text for it there is no system message, so a template's own default acts. A template
+    without a system role has the text in front of the first message of the user.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -55,6 +59,11 @@ class Chat:
         self.between, found_too, self.opening = after.partition(USER)
         if not (found and found_too):
             raise ValueError("chat template: it does not render every message as it is")
+        self._head = self._rendered([("user", USER)]).partition(USER)[0]
+        try:
+            self._has_system = SYSTEM in self._rendered([("system", SYSTEM), ("user", "")])
+        except Exception:  # jinja's, for which the template can have any reason
+            self._has_system = False
         eos: int | None = tokenizer.eos_token_id
         self.stop_tokens = frozenset(() if eos is None else (eos,))
         if tokenizer.name_or_path:  # the directory of its model
@@ -94,20 +103,35 @@ class Chat:
         """Source of the chat template."""
         return self._tokenizer.get_chat_template()
 
-    def first(self, system: str, user: str, prefix: str) -> list[int]:
-        """Return the tokens of the first prompt, up to and including the forced `prefix`."""
-        return self.tokens_of(self._opening_text(system, user)) + self.tokens_of(prefix)
+    def first(self, system: str, user: str, prefix: str, before: Messages = ()) -> list[int]:
+        """Return the tokens of the first prompt, up to and including the forced `prefix`.
 
-    def place_of_user(self, system: str, user: str) -> int:
-        """Count the tokens of `first` before the user's message."""
-        text = self._opening_text(system, user)
+        `before`: messages between the system's and the last one of the user.
+        """
+        return self.tokens_of(self._opening_text(system, user, before)) + self.tokens_of(prefix)
+
+    def place_of_user(self, system: str, user: str, before: Messages = ()) -> int:
+        """Count the tokens of `first` before the last message of the user."""
+        text = self._opening_text(system, user, before)
         # The last of them, since `system` may spell the placeholder too.
-        before, found, _ = self._opening_text(system, USER).rpartition(USER)
-        if not found or not text.startswith(before):
+        ahead, found, _ = self._opening_text(system, USER, before).rpartition(USER)
+        if not found or not text.startswith(ahead):
             raise ValueError("chat template: what precedes the user's message depends on it")
         offsets = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         ends = [end for _, end in offsets["offset_mapping"]]
-        return next((i for i, end in enumerate(ends) if end > len(before)), len(ends))
+        return next((i for i, end in enumerate(ends) if end > len(ahead)), len(ends))
+
+    def opening_messages(
+        self, system: str, user: str, before: Messages = ()
+    ) -> list[tuple[str, str]]:
+        """Return roles and texts of the first messages, as the template takes them."""
+        said = [*before, ("user", user)]
+        if system and self._has_system:
+            return [("system", system), *said]
+        if system:
+            place = next(i for i, (role, _) in enumerate(said) if role == "user")
+            said[place] = ("user", f"{system}\n\n{said[place][1]}")
+        return said
 
     def experience(self, text: str) -> list[int]:
         """Return the tokens of guidance between its markers, by themselves."""
@@ -124,6 +148,27 @@ class Chat:
                     found = True
                     text = text.replace(name, f"{name[0]} {name[1:]}" if name[1:] else "")
         return text
+
+    def shortened(self, text: str, limit: int) -> tuple[str, bool]:
+        """Return a text of at most `limit` tokens, and True if it is not `text`.
+
+        It has the beginning and the end of `text`, and between them a note of the number of tokens
+        that are left out. 0: no limit.
+        """
+        if not limit or len(text.encode(errors="replace")) <= limit:  # no token is shorter
+            return text, False
+        whole = self.plain(text)
+        encoded = self._tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True)
+        offsets: list[tuple[int, int]] = encoded["offset_mapping"]
+        count = kept = len(offsets)
+        made, over = whole, count - limit
+        while over > 0 and kept > 2:
+            kept = max(2, kept - over)
+            begin, end = offsets[kept - kept // 2 - 1][1], offsets[count - kept // 2][0]
+            note = f"\n[... {count - kept} of {count} tokens left out ...]\n"
+            made = whole[:begin] + note + whole[end:]
+            over = len(self._encode(self.plain(made))) - limit
+        return (made, True) if kept < count else (text, False)
 
     def next(self, user: str, prefix: str, last: int | None) -> list[int]:
         """Return the tokens from the end of the policy's turn, its token `last`, to the beginning
@@ -197,6 +242,10 @@ class Chat:
         short = len(tokens) <= LONGEST_TURN
         return self._texts(tuple(tokens)) if short else self._decode(tokens)
 
+    def decoded(self, tokens: list[int]) -> str:
+        """Decode tokens as they are, special ones included."""
+        return self._decode(tokens)
+
     def _decode(self, tokens: Iterable[int]) -> str:
         return self._tokenizer.decode(list(tokens), clean_up_tokenization_spaces=False)
 
@@ -204,15 +253,20 @@ class Chat:
         """Return the last message of the user in the result of `first` or `next`."""
         text = self._decode(tokens)
         text = text.removesuffix(prefix).removesuffix(self.opening)
-        return text.rpartition(self.between)[2]
+        _, found, said = text.rpartition(self.between)
+        return said if found else text.removeprefix(self._head)
 
-    def _opening_text(self, system: str, user: str) -> str:
-        short = len(system) + len(user) <= LONGEST
-        return self._openings(system, user) if short else self._rendered_opening(system, user)
+    def _opening_text(self, system: str, user: str, before: Messages) -> str:
+        short = len(system) + len(user) + sum(len(text) for _, text in before) <= LONGEST
+        rendered = self._openings if short else self._rendered_opening
+        return rendered(system, user, before)
 
-    def _rendered_opening(self, system: str, user: str) -> str:
-        content = (("system", system), ("user", user))
-        return self.render([{"role": role, "content": self.plain(text)} for role, text in content])
+    def _rendered_opening(self, system: str, user: str, before: Messages) -> str:
+        messages = self.opening_messages(system, user, before)
+        return self._rendered([(role, self.plain(text)) for role, text in messages])
+
+    def _rendered(self, messages: Iterable[tuple[str, str]]) -> str:
+        return self.render([{"role": role, "content": text} for role, text in messages])
 
 
 def encodable(text: str) -> str:

@@ -219,7 +219,7 @@ def _at_the_end(text: str, tag: str) -> str | None:
     return text[start + len(opening) : -len(closing)]
 
 
-def _boxed(text: str) -> str | None:
+def boxed(text: str) -> str | None:
     """Return the content of the last closed box, with balanced braces; None without one."""
     last, box = -1, None
     open_braces: list[re.Match[str]] = []
@@ -235,8 +235,8 @@ def _boxed(text: str) -> str | None:
 
 def _answered(text: str) -> list[str | InvalidCall] | None:
     """Parse the answer between its tags, in a box or bare; None if it is empty."""
-    boxed = _boxed(text)
-    answer = (text if boxed is None else boxed).strip()
+    found = boxed(text)
+    answer = (text if found is None else found).strip()
     return [canonical(ANSWER_TOOL, {"text": answer})] if answer else None
 
 

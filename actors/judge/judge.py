@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 
 class JudgedEpisode(NamedTuple):
-    """Finished episode of K turns, for judges and reward terms.
+    """Finished episode of K turns, for judges.
 
     `query`: its task; turns[K]: observations and actions; scores[K+1]: the environment's scores
     before the first turn and after each, empty if it has none. The rule uses only the scores, a

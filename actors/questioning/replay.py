@@ -47,7 +47,7 @@ async def replay(
     own = msgspec.structs.replace(ticket, task=task)
     async with TimedEnvironment(own, member, timeout_s, progress) as world:
         await world.open()
-        first = await world.reset(task, dynamics_seed)
+        first = (await world.reset(task, dynamics_seed)).text
         for action in actions:
             step = await world.step(action, doing="replay")
             progress.count += 1

@@ -29,7 +29,7 @@ async def solve_again(
     Unavailable or EnvironmentFailure.
     """
     await world.open()
-    beginning = seen = await world.reset(task, dynamics_seed)
+    beginning = seen = (await world.reset(task, dynamics_seed)).text
     turns: list[Turn] = []
     valid: list[str] = []
     solved = False

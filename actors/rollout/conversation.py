@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from actors.engines.base import Generation
 from actors.envs.base import Described, Env, Tooled
+from actors.envs.results import Opening
 from actors.formats.chat import Stream
 from actors.rollout.episode_config import Setting
 from evolver_async.schema import Role, Sequence
@@ -30,21 +31,26 @@ class _Past(NamedTuple):
 class Conversation:
     """Contexts of one episode. `room`: tokens that may precede a turn.
 
-    `task`: what is asked for, in every context; `seen`: the first observation.
+    `task`: what is asked for, in every context; `opening`: the first messages. `full`: True once
+    there was no room for a next turn.
     """
 
-    def __init__(self, setting: Setting, system: str, task: str, seen: str, room: int) -> None:
+    def __init__(
+        self, setting: Setting, system: str, task: str, opening: Opening, room: int
+    ) -> None:
         self._setting = setting
-        self._system = system
+        self._system = opening.under(system)
+        self._before = opening.before
         self._task = task
         self._room = room
         self._guidance: list[int] = []
-        self._told = seen
-        self._first = self._asked(seen)
+        self._told = opening.user
+        self._first = self._asked(opening.user)
         self._turns: list[_Past] = []
         self._closed: list[Sequence] = []
         self._stream = self._context(self._first, [])
         self._written: list[int] = []
+        self.full = False
 
     @property
     def tokens(self) -> list[int]:
@@ -71,11 +77,18 @@ class Conversation:
         `full`: there is no room, or the message that holds everything is over. `window`: there is
         no room even without a turn before it. `single`: there is no room.
         """
+        over = bool(self._written) and self._written[-1] in self._setting.chat.stop_tokens
+        if over and self._setting.format.inline:
+            return False
+        self.full = not self._told_within(text)
+        return not self.full
+
+    def _told_within(self, text: str) -> bool:
+        """Append the outcome of a turn; False if there is no room for the next."""
         setting, chat = self._setting, self._setting.chat
         inline = setting.format.inline
-        if inline and self._written and self._written[-1] in chat.stop_tokens:
-            return False
         if setting.context == "single":
+            self._before = ()
             return self._turn_to([self._context(self._asked(text), [])])
         if inline:
             after = chat.tokens_of(chat.plain(text))
@@ -114,8 +127,8 @@ class Conversation:
 
     def _context(self, user: str, kept: list[_Past]) -> Stream:
         chat, stream = self._setting.chat, Stream()
-        prompt = chat.first(self._system, user, self._setting.format.prefix)
-        place = chat.place_of_user(self._system, user) if self._guidance else 0
+        prompt = chat.first(self._system, user, self._setting.format.prefix, self._before)
+        place = chat.place_of_user(self._system, user, self._before) if self._guidance else 0
         stream.read(prompt[:place], Role.PROMPT)
         stream.read(self._guidance, Role.EXPERIENCE)
         stream.read(prompt[place:], Role.PROMPT)
@@ -127,22 +140,26 @@ class Conversation:
         return f"{self._task}\n{seen}" if self._task else seen
 
 
-def first_prompt(setting: Setting, env: Env, observation: str) -> list[int]:
+def first_prompt(setting: Setting, env: Env, opening: Opening) -> list[int]:
     """Return the tokens that an episode begins with, the forced prefix of the first turn
     included."""
-    return setting.chat.first(system_message(setting, env), observation, setting.format.prefix)
+    system = opening.under(system_message(setting, env))
+    return setting.chat.first(system, opening.user, setting.format.prefix, opening.before)
 
 
 def system_message(setting: Setting, env: Env) -> str:
-    """Return the task's instructions, those of the turn format, and the tools if a turn calls some.
+    """Return the task's instructions, those of the turn format, and the tools if a turn calls some;
+    "" if there is nothing to say.
 
     `env.prompt` decides the wording; an environment without plain instructions has one wording.
     """
+    style = setting.format
     if setting.wording == "plain":
-        turns = setting.system_prompt or setting.format.plain_instructions
-        text = f"{plain_instructions(env)}\n\n{turns}"
+        parts, joint = (plain_instructions(env), style.plain_instructions), "\n\n"
     else:
-        text = f"{env.instructions} {setting.system_prompt or setting.format.instructions}"
+        parts, joint = (env.instructions, style.instructions), " "
+    described, turns = parts
+    text = joint.join(part for part in (described, setting.system_prompt or turns) if part)
     if not setting.format.tools:
         return text
     assert isinstance(env, Tooled), f"{type(env).__name__} has no tools"

@@ -19,8 +19,9 @@ from typing import Any, Self, TypeVar
 
 from actors.envs.base import Env, EnvironmentFailure, blocks, env_class, make_env, settled
 from actors.envs.results import (
+    Opening,
     checked_goal,
-    checked_observation,
+    checked_opening,
     checked_score,
     checked_step,
     checked_verdict,
@@ -91,10 +92,10 @@ class TimedEnvironment:
         finally:
             self.spent_s += loop.time() - began
 
-    async def reset(self, task: Task, dynamics_seed: int) -> str:
-        """Return the first observation."""
+    async def reset(self, task: Task, dynamics_seed: int) -> Opening:
+        """Return the first messages."""
         seen = await self.call("reset", self.env.reset, task, dynamics_seed)
-        return self._checked("reset", checked_observation, seen)
+        return self._checked("reset", checked_opening, seen)
 
     async def step(self, action: str, latency_s: float = 0, doing: str = "step") -> Step:
         """Return the result of an action."""

@@ -9,9 +9,17 @@ import asyncio
 import contextlib
 import logging
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from actors.envs.base import Concluding, EnvironmentFailure, Identified, Located, Scored
+from actors.envs.base import (
+    Bounded,
+    Concluding,
+    EnvironmentFailure,
+    Identified,
+    Located,
+    Scored,
+)
 from actors.formats.chat import encodable
 from actors.formats.tool_calls import ANSWER_TOOL, InvalidCall, called
 from actors.formats.turns import SEPARATOR
@@ -32,6 +40,7 @@ from evolver_async.protocol.transcripts import Turn
 from evolver_async.randomness import key
 from evolver_async.schema import SCRIPTED, Ticket, TurnFlag
 
+MAX_METRICS = 32  # numbers of the environment's own in one episode
 FAILED_CALL = TurnFlag.TOOL_CALL | TurnFlag.TOOL_ERROR
 
 log = logging.getLogger(__name__)
@@ -68,6 +77,7 @@ class Episode:
     rewards: list[float] = field(default_factory=list)
     flags: list[TurnFlag] = field(default_factory=list)
     steps: int = 0
+    metrics: dict[str, float] = field(default_factory=dict)
     success: bool = False
     terminated: bool = False
     truncated: bool = False
@@ -79,12 +89,16 @@ class Episode:
         began = loop.time()
         room = setting.max_length - self.ticket.sampling.max_tokens
         await self._begin(policy, room)
-        for turn in range(setting.max_turns):
+        env = self.environment.env
+        bound = env.max_turns if isinstance(env, Bounded) else None
+        turns = min(setting.max_turns, bound or setting.max_turns)
+        for turn in range(turns):
             asked = loop.time()
             self.progress.generating += 1
             try:
                 generating = self.progress.clock.during(GENERATING)
-                with generating, self.progress.during(self.member, f"generation of turn {turn}"):
+                doing = f"generation of turn {turn}"
+                with generating, self.progress.during(self.member, doing, shared=True):
                     context = self.conversation.tokens
                     generation = await policy.write(self.environment, context, turn)
             finally:
@@ -93,11 +107,18 @@ class Episode:
             self.progress.count += len(generation.tokens)
             self.conversation.write(generation, turn)
             told = await self._turn(setting.chat.text_of(generation.tokens))
-            if self.terminated or self.truncated or turn == setting.max_turns - 1:
+            if policy.kind == "learned" and generation.finish == "length":
+                self.flags[-1] |= TurnFlag.CUT
+            if self.terminated or self.truncated:
+                break
+            if turn == turns - 1:
+                self.terminated = turns == bound  # the environment's own end
                 break
             unread = sum(bool(flag & TurnFlag.FORMAT_ERROR) for flag in self.flags)
             if 0 < setting.format_errors <= unread or not self.conversation.tell(told):
                 break
+        if self.conversation.full:
+            self.flags[-1] |= TurnFlag.FULL
         if not (self.terminated or self.truncated) and isinstance(self.environment.env, Concluding):
             verdict = self.environment.env.verdict
             reward, self.success = await self.environment.verdict(verdict)
@@ -124,6 +145,7 @@ class Episode:
             instructions=self.instructions,
             ending=self.observation,
             scores=self.scores,
+            metrics=self.metrics,
         )
 
     async def _begin(self, policy: EpisodePolicy, room: int) -> None:
@@ -132,7 +154,8 @@ class Episode:
         began, environment, task = loop.time(), self.environment, self.ticket.task
         await environment.open()
         dynamics_seed = key(self.ticket.dynamics_seed, self.member)
-        self.observation = encodable(await environment.reset(task, dynamics_seed))
+        opening = await environment.reset(task, dynamics_seed)
+        self.observation = encodable(opening.text)
         self.query = f"{task.query}\n{self.observation}" if task.query else self.observation
         self.content = self.query
         if isinstance(environment.env, Identified):
@@ -145,7 +168,7 @@ class Episode:
             self.instructions = await environment.call("instructions", *worded)
         if self.setting.format.tools:
             self.tools = await environment.call("tools", tool_names, environment.env)
-        talk = Conversation(self.setting, system, task.query, self.observation, room)
+        talk = Conversation(self.setting, system, task.query, opening, room)
         self.conversation, length = talk, len(talk.tokens)
         if length > room:
             cause = f"first prompt of {length} tokens leaves no turn in policy.max_length"
@@ -171,7 +194,10 @@ class Episode:
 
     async def _turn(self, text: str) -> str:
         """Carry out one turn; return the text that the policy reads after it."""
-        actions = self.setting.format.parse(text)
+        try:
+            actions = self.setting.format.parse(text)
+        except Exception as error:  # of a format or of `rollout.extract`, a user's own
+            raise self.environment.failure("reading a turn", 0.0, error) from error
         if self.setting.recorded:
             env, seen = self.environment.env, self.observation
             state = seen
@@ -190,7 +216,7 @@ class Episode:
 
     async def _act(self, actions: list[str | InvalidCall] | None) -> str:
         """Carry out one turn's actions; return the text that the policy reads after it."""
-        reward, outputs = 0.0, list[str]()
+        setting, reward, outputs = self.setting, 0.0, list[str]()
         flags = TurnFlag.FORMAT_ERROR if actions is None else TurnFlag(0)
         for action in actions or []:
             if isinstance(action, InvalidCall):
@@ -201,11 +227,16 @@ class Episode:
                 flags |= FAILED_CALL
                 outputs.append(unknown)
                 continue
-            latency_s = step_latency_s(self.setting, self.ticket, self.member, self.steps)
+            latency_s = step_latency_s(setting, self.ticket, self.member, self.steps)
             step = await self.environment.step(action, latency_s)
             self.steps += 1
             self.progress.count += 1
-            outputs.append(encodable(step.observation))
+            seen, cut = setting.chat.shortened(
+                encodable(step.observation), setting.max_observation_tokens
+            )
+            outputs.append(seen)
+            flags |= TurnFlag.OBSERVATION_CUT if cut else TurnFlag(0)
+            self._note(step.info.metrics)
             reward += self._finite("step", step.reward)
             if self.tools is not None and called(action).name != ANSWER_TOOL:
                 flags |= TurnFlag.TOOL_CALL
@@ -216,12 +247,19 @@ class Episode:
             if step.terminated or step.truncated:
                 break
         valid = not flags & (TurnFlag.FORMAT_ERROR | TurnFlag.INVALID_ACTION)
-        self.rewards.append(reward + (0.0 if valid else self.setting.format_penalty))
+        self.rewards.append(reward + (0.0 if valid else setting.format_penalty))
         self.flags.append(flags)
-        told = self.setting.format.shown(outputs, valid, self.observation)
+        told = setting.format.shown(outputs, valid, self.observation)
         if outputs:
             self.observation = outputs[-1] if self.tools is None else "\n".join(outputs)
         return told
+
+    def _note(self, metrics: Mapping[str, float]) -> None:
+        """Note numbers of the environment's own; EnvironmentFailure for too many names."""
+        self.metrics |= metrics
+        if len(self.metrics) > MAX_METRICS:
+            error = ValueError(f"more than {MAX_METRICS} names in the metrics of an episode")
+            raise self.environment.failure("step", 0.0, error)
 
     def _finite(self, doing: str, reward: float) -> float:
         """Return a finite reward; EnvironmentFailure for another."""

@@ -1,15 +1,19 @@
-"""Settings that all episodes of a stage share."""
+"""Settings that all episodes of a stage share, and what `auto` stands for in some of them."""
 
+import json
 import math
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Literal
 
+from actors.envs.base import env_class
 from actors.failures import FailureCounts
 from actors.formats.chat import Chat
-from actors.formats.turns import TurnFormat, turn_format
+from actors.formats.turns import THOUGHT, TurnFormat, turn_format
 from actors.llm.quoting import MAX_CHARS
-from evolver_async.config import Config
+from evolver_async.config import Config, ConfigError
+from evolver_async.config.load import stage_as_written
 from evolver_async.randomness import key, uniform
 from evolver_async.schema import Ticket
 
@@ -29,6 +33,7 @@ class Setting:
     max_turns: int
     max_length: int
     format_penalty: float
+    max_observation_tokens: int = 0  # of one observation; 0: no limit
     format_errors: int  # turns that cannot be parsed after which an episode ends; 0: never
     step_timeout_s: float
     episode_timeout_s: float
@@ -56,16 +61,15 @@ def setting_of(
     rollout, env = config.rollout, config.env
     return Setting(
         chat=chat,
-        format=turn_format(
-            rollout.format, think=rollout.think, actions_per_turn=rollout.actions_per_turn
-        ),
-        format_name=rollout.format,
+        format=format_of(config, thinks=chat.opening.rstrip().endswith(THOUGHT)),
+        format_name=format_name(config),
         actor=name,
         incarnation=incarnation,
         seed=config.run.seed,
         max_turns=rollout.max_turns,
         max_length=config.policy.max_length,
         format_penalty=rollout.format_penalty,
+        max_observation_tokens=rollout.max_observation_tokens,
         format_errors=rollout.format_errors,
         step_timeout_s=env.step_timeout_s,
         episode_timeout_s=env.episode_timeout_s,
@@ -80,7 +84,7 @@ def setting_of(
         max_reward=config.safety.max_reward,
         recorded=config.experience.kind != "none"
         or config.judge.kind not in ("none", "rule")
-        or bool(rollout.reward_terms)
+        or bool(config.reward.terms)
         or config.questioning.kind == "llm",
         hints=config.experience.top_k,
         hint_chars=config.experience.max_chars,
@@ -89,11 +93,80 @@ def setting_of(
     )
 
 
+def format_of(config: Config, *, thinks: bool = False) -> TurnFormat:
+    """Make the turn format of a stage. `thinks`: the chat template opens a thought.
+
+    Raises ValueError, which names the key, for a format that cannot be.
+    """
+    rollout = config.rollout
+    return turn_format(
+        format_name(config),
+        think=rollout.think,
+        actions_per_turn=rollout.actions_per_turn,
+        extract=rollout.extract,
+        thinks=thinks,
+    )
+
+
+def format_name(config: Config) -> str:
+    """Return `rollout.format`, `auto` resolved: the format that the environment names as its
+    `turn_format`, else `think_answer` for a tiny tokenizer (that of the preset, or of a policy that
+    began as it) and where `think` or `actions_per_turn` ask for its tags, else `chat`.
+
+    Raises ValueError for an environment that cannot be imported, and for a mixture of environments
+    made for different formats.
+    """
+    rollout = config.rollout
+    if rollout.format != "auto":
+        return rollout.format
+    if rollout.agent:
+        return "think_answer"  # which it does not use: it writes its own turns
+    names = {part.env for part in config.tasks.mixture} or {config.env.name}
+    made_for = {getattr(env_class(name), "turn_format", "") for name in names}
+    if len(made_for) > 1:
+        differ = ", ".join(sorted(one or "none" for one in made_for))
+        raise ConfigError(
+            f"rollout.format: auto cannot choose, as the environments of tasks.mixture are made for"
+            f" different formats ({differ}): name one"
+        )
+    tagged = rollout.think or rollout.actions_per_turn > 1 or _is_tiny(config.policy.path)
+    return made_for.pop() or ("think_answer" if tagged else "chat")
+
+
+def with_formats(config: Config) -> Config:
+    """Return the configuration of a run with `auto` resolved, in every stage. Raises ValueError as
+    `format_name` does."""
+    if config.rollout.agent:
+        return config
+    stages = []
+    named = replace(config, rollout=replace(config.rollout, format=format_name(config)))
+    for index, stage in enumerate(config.stages):
+        own = format_name(stage_as_written(config, index))
+        given = stage.override.get("rollout", {})
+        if own != named.rollout.format or "format" in given:
+            override = stage.override | {"rollout": given | {"format": own}}
+            stage = replace(stage, override=override)
+        stages.append(stage)
+    return replace(named, stages=stages)
+
+
+def _is_tiny(path: str) -> bool:
+    """Return True for a policy whose tokenizer is as small as the preset's."""
+    if not path:
+        return True
+    try:
+        shape = json.loads((Path(path).expanduser() / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):  # it is not there, or not yet: other checks name it
+        return False
+    size = shape.get("text_config", shape).get("vocab_size", PLAIN_VOCABULARY)
+    return size < PLAIN_VOCABULARY
+
+
 def _scored_share(config: Config) -> float:
-    """Return the share of episodes whose scores are read: all if the rule, a judge of one's own or
-    a reward term may use them, else the share in which a model judge is compared with them."""
+    """Return the share of episodes whose scores are read: all if the rule or a judge of one's own
+    may use them, else the share in which a model judge is compared with them."""
     judge = config.judge
-    if config.rollout.reward_terms or judge.kind not in ("none", "self", "llm"):
+    if judge.kind not in ("none", "self", "llm"):
         return 1.0
     return 0.0 if judge.kind == "none" else judge.probes
 

@@ -1,7 +1,7 @@
 """Finished episodes: the trajectory that is sent, and what follows from an episode besides."""
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -63,10 +63,11 @@ def assembled(
     ending: str,
     experience_ids: list[int],
     scores: list[float],
+    metrics: Mapping[str, float],
 ) -> Finished:
     """Assemble a finished episode of K turns without labels. `rewards`, `flags`: K each;
     `content`: the text that tells its task; `outcome`: success and termination; `seconds`: in the
-    environment, of generation, in all. Raises RewardTooLarge."""
+    environment, of generation, in all; `metrics`: the environment's own. Raises RewardTooLarge."""
     reward = math.fsum(rewards)
     turn_rewards = np.fromiter(rewards, np.float32)
     refuse_large(setting.max_reward, reward, turn_rewards)
@@ -88,6 +89,7 @@ def assembled(
         label_source="",
         experience_ids=experience_ids,
         policy=policy,
+        metrics=dict(metrics),
         timing=dict(zip(("env_s", "generate_s", "total_s"), seconds, strict=True)),
     )
     transcript = Transcript(

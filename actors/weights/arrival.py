@@ -33,6 +33,7 @@ class ArrivalCheck:
     checked: int = 0
     failed: int = 0
     _before: ScoredProbe | None = None
+    _differences: float = 0.0
 
     async def check(self, weights: WeightId, probe: Probe) -> None:
         """Score the probe of adopted weights; log an error if the engine holds others."""
@@ -47,6 +48,7 @@ class ArrivalCheck:
         reason = fault(scored, self._before, self.dtype)
         self._before = scored
         self.checked += 1
+        self._differences += scored.difference()
         if reason:
             self.failed += 1
             self.noted.set()
@@ -59,5 +61,9 @@ class ArrivalCheck:
         """Return the counts, by metric name, once there is one."""
         if not self.checked:
             return {}
-        counts = {"weights/checked": self.checked, "weights/not_arrived": self.failed}
+        counts = {
+            "weights/checked": self.checked,
+            "weights/not_arrived": self.failed,
+            "weights/differences": self._differences,
+        }
         return {name: float(count) for name, count in counts.items()}

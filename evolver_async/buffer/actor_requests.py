@@ -96,6 +96,8 @@ class ActorRequests:
             room -= len(ticket.members)
             size += encoded_bytes(ticket)
         if tickets:
+            if self.activity.granted is None:
+                self.activity.granted = now
             self.activity.served(peer, "lease")
             return Tickets(tickets=tickets)
         if not self.store.replay.room(held):

@@ -1,10 +1,12 @@
 """Arrivals: trajectories that actors push, checked against what was granted and recorded."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from evolver_async.buffer.log.capacity import DiskCapacity
 from evolver_async.buffer.log.store import BufferStore
 from evolver_async.buffer.monitor.failures import Failures
+from evolver_async.buffer.monitor.first_data import FirstData
 from evolver_async.buffer.monitor.peers import Activity
 from evolver_async.buffer.state import records
 from evolver_async.buffer.state.censoring import Sums
@@ -21,13 +23,16 @@ LONGEST_S = 1e9  # an episode counts for no more, so that sums stay finite
 
 @dataclass
 class Arrivals:
-    """Answers PUSH. `max_rewards`: the largest absolute reward that each stage allows."""
+    """Answers PUSH. `max_rewards`: the largest absolute reward that each stage allows; `advise`
+    tells people, by a title and a text, that data teach nothing."""
 
     store: BufferStore
     disk: DiskCapacity
     activity: Activity
     failures: Failures
     max_rewards: list[float]
+    first_data: FirstData
+    advise: Callable[[str, str], None]
 
     def push(self, peer: str, trajectory: Trajectory, now: float) -> Reply:
         """Accept a granted member; the first copy counts, later ones are duplicates."""
@@ -54,11 +59,20 @@ class Arrivals:
             seconds = min(trajectory.timing.get("total_s", 0.0), LONGEST_S)
             sums = Sums(1, tokens, record.turns, seconds, int(trajectory.success))
             store.censoring.receive(group_id, held.task.env, sums)
+            self._look(held, trajectory)
         if store.replay.too_old(held):
             store.evict([group_id], "stale" if held.state == "ready" else "age")
         elif store.replay.lacks_spread(held):
             store.evict([group_id], ZERO_SPREAD)
+            at, limit = store.replay.at, store.replay.numbers.refills
+            if text := self.first_data.refill(at.stage, at.zero_spread, limit):
+                self.advise("refills", text)
         return messages.Ack()
+
+    def _look(self, held: HeldGroup, trajectory: Trajectory) -> None:
+        spread = None if held.missing else held.spread
+        if text := self.first_data.arrive(held.stage, trajectory, spread):
+            self.advise("nothing to learn", text)
 
     def _refuse(self, fate: str, tokens: int, reply: Reply) -> Reply:
         self.store.state.ledger.refuse(fate, Amount(trajectories=1, tokens=tokens))
@@ -108,4 +122,5 @@ def _arrival(trajectory: Trajectory, tokens: int) -> records.Arrived:
         guided=guided,
         turns=len(trajectory.turn_rewards),
         sampled=ends(trajectory),
+        terms=trajectory.terms,
     )

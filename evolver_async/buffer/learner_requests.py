@@ -78,6 +78,10 @@ class LearnerRequests:
         self.store.record(
             records.GroupsTaken(take=request.take, stage=request.stage, groups=groups)
         )
+        waits = self.activity.peers[peer].waits
+        since = waits["sample"][1] if "sample" in waits else now
+        granted = self.activity.granted
+        self.activity.data_s = now - max(since, since if granted is None else granted)
         self.activity.served(peer, "sample")
         return self._groups(request.take)
 
@@ -263,6 +267,8 @@ class LearnerRequests:
         return Fenced(reason=f"lineage {lineage}: the newest is {newest}")
 
     def _wait(self, peer: str, reason: str, now: float) -> Wait:
+        if "sample" not in self.activity.peers[peer].waits:
+            self.activity.data_from = self.status.members()[0]
         self.activity.waits(peer, "sample", reason, now)
         return Wait(reason=reason, failures=self.status.failures.totals())
 

@@ -27,6 +27,7 @@ from evolver_async.buffer.log.journal import Journal
 from evolver_async.buffer.log.quarantine import JournalError
 from evolver_async.buffer.log.store import BufferStore
 from evolver_async.buffer.monitor.failures import Failures
+from evolver_async.buffer.monitor.first_data import FirstData
 from evolver_async.buffer.monitor.peers import Activity
 from evolver_async.buffer.monitor.stalls import Stalls
 from evolver_async.buffer.monitor.status import StatusReport
@@ -37,6 +38,7 @@ from evolver_async.checkpoint import directory as checkpoint
 from evolver_async.checkpoint import history
 from evolver_async.config import Config
 from evolver_async.config.load import load_written, stage_config, to_dict
+from evolver_async.metrics import first_reply
 from evolver_async.metrics.alerts import alert
 from evolver_async.metrics.gauges import ACTORS_PER_S, PERIOD_S, append
 from evolver_async.model.tokenizer import tokenizer_hash
@@ -97,7 +99,10 @@ class BufferService:
         self.actor_requests = ActorRequests(*shared, self._status, stages, eval_sets)
         self.learner_requests = LearnerRequests(*shared, self._status, eval_sets)
         max_rewards = [stage.safety.max_reward for stage in stages]
-        self.arrivals = Arrivals(*shared, self.failures, max_rewards)
+        self.first_data = FirstData(
+            stages, state.replay.at.stage if state.replay.at.next_take else -1
+        )
+        self.arrivals = Arrivals(*shared, self.failures, max_rewards, self.first_data, self._advise)
         self.run_dir: Path | None = None  # for alerts and gauges
         self._look_due = now
 
@@ -147,6 +152,9 @@ class BufferService:
 
     def handle(self, peer: str, request: Request, now: float) -> list[Reply]:
         """Answer one request; the replies may be sent after the next `commit`."""
+        if isinstance(request, messages.Beat):  # of a thread: the work itself is not heard by it
+            problem = self.activity.beat(peer, request, now)
+            return [messages.Reject(reason=problem) if problem else messages.Ok()]
         self.activity.seen(peer, now)
         self.store.now = now
         if isinstance(request, messages.Lease | messages.Renew) and self._outdated(request):
@@ -184,6 +192,8 @@ class BufferService:
                 if failed := self.failures.take_in(peer, request.failures, now):
                     self.activity.peers[peer].failed = (failed, now)
                 self._record_gauges(peer, request.gauges, now)
+                if self.run_dir is not None:
+                    first_reply.keep(self.run_dir, request.first_reply)
                 return [messages.Ok()]
             case _:
                 return [messages.Reject(reason=f"the buffer answers no {request.kind}")]
@@ -231,6 +241,12 @@ class BufferService:
             log.warning("%s; data that was not acknowledged is lost", refusal)
         finally:
             self.store.journal.close()
+
+    def _advise(self, title: str, text: str) -> None:
+        """Tell people, on the console too, of data that teach nothing."""
+        log.warning("%s: %s", title, text)
+        if self.run_dir is not None:
+            alert(self.run_dir, title, text, console=True)
 
     def _alert_of_stalls(self) -> None:
         for stall in self.stalls.drain():

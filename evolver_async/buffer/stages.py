@@ -38,6 +38,7 @@ def numbers_of(config: Config, kind: str) -> StageNumbers:
         wait=buffer.straggler == "wait",
         demo_groups=buffer.demo_groups,
         refills=refills * config.learner.groups_per_step,
+        by_success=selection.by == "success",
         repeats_failed=config.rollout.guided == "failed",
     )
 
@@ -70,12 +71,14 @@ def source_of(config: Config) -> TaskSource:
 def evaluation_digest(config: Config) -> str:
     """Return the identity of a stage's evaluations: success is comparable where it is equal.
 
-    It covers the held-out tasks, the length of their episodes and the temperature.
+    It covers the held-out tasks, the length of their episodes, the temperature, and what a success
+    is.
     """
     source = source_of(config)
     tasks = source.parts if source.given is None else source.given.digest(source.evaluated)
     length = config.rollout.max_turns, config.rollout.actions_per_turn
-    facts = tasks, source.evaluated, length, config.eval.temperature
+    reward = config.reward.terms, config.reward.success, config.reward.threshold
+    facts = tasks, source.evaluated, length, config.eval.temperature, reward
     plain = msgspec.to_builtins(facts, str_keys=True)  # parameters may have integers as keys
     return hashlib.sha256(msgspec.json.encode(plain, order="deterministic")).hexdigest()
 

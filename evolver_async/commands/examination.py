@@ -1,6 +1,7 @@
 """`doctor` and `config`: what a recipe needs and what it would run; nothing is started."""
 
 import argparse
+import contextlib
 
 from evolver_async.commands.recipes import names_file, recipe_path
 from evolver_async.config.load import load, to_yaml
@@ -9,6 +10,7 @@ from evolver_async.config.plan import plan
 from evolver_async.config.secrets import mask
 from evolver_async.config.values.errors import ConfigError
 from evolver_async.doctor import report
+from evolver_async.launch.registry import resolve
 
 
 def examine(args: argparse.Namespace) -> int:
@@ -29,6 +31,8 @@ def show(args: argparse.Namespace) -> int:
     if not args.positional or not names_file(args.positional[0]):
         raise ConfigError("config: a recipe must come first: evolver-async config RECIPE …")
     config = load(recipe_path(args.positional[0]), args.positional[1:])
+    with contextlib.suppress(ValueError):  # an environment that this machine lacks: `doctor` tells
+        config = resolve("formats")(config)
     print(mask(to_yaml(config)), end="")
     for line in plan(config):
         print(f"# {mask(line)}")

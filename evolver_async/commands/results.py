@@ -6,9 +6,11 @@ import sys
 from pathlib import Path
 
 from evolver_async.commands.checked import as_config_errors, run_directory
+from evolver_async.commands.recipes import recipe_path
 from evolver_async.config import ConfigError
-from evolver_async.config.load import load_written
-from evolver_async.launch.registry import resolve
+from evolver_async.config.load import load, load_written
+from evolver_async.config.paths import check_paths, with_absolute_paths
+from evolver_async.launch.registry import check_wings, resolve
 from evolver_async.metrics import wandb_upload
 from evolver_async.metrics.wandb_process import online
 from evolver_async.process.setup import die_with
@@ -18,15 +20,39 @@ from evolver_async.study.directory import Study, existing
 
 
 def evaluate(args: argparse.Namespace) -> int:
-    """Evaluate a checkpoint on held-out tasks and print the result."""
-    run_dir = run_directory(args.run_dir)
+    """Evaluate a checkpoint, or the model of a recipe, on held-out tasks and print the result."""
+    first, *changes = args.positional
     if args.episodes is not None and args.episodes < 1:
         raise ConfigError(f"--episodes: must be at least 1, is {args.episodes}")
+    recipe = None if (Path(first) / "config.yaml").is_file() else _recipe(first)
+    if recipe is None:
+        run_dir = run_directory(Path(first))
+        if changes:
+            raise ConfigError(f"{changes[0]}: a run is evaluated as it is; changes need a recipe")
+        with as_config_errors():
+            episodes = args.episodes or load_written(run_dir).eval.at_the_end
+            print(resolve("eval")(run_dir, episodes, args.step, args.split))
+        return 0
+    if args.step is not None:
+        raise ConfigError("--step: needs the directory of a run; a recipe has no checkpoints")
     with as_config_errors():
-        eval_ = load_written(run_dir).eval
-        episodes = args.episodes or eval_.at_the_end
-        print(resolve("eval")(run_dir, episodes, args.step, args.split))
+        changes += [f"eval.split={args.split}"] if args.split else []
+        config = with_absolute_paths(load(recipe, changes))
+        if not config.policy.path:
+            raise ConfigError("policy.path: is empty; name the model that is to be evaluated")
+        check_paths(config)
+        check_wings(config)
+        print(resolve("eval_model")(config, args.episodes or config.eval.at_the_end))
     return 0
+
+
+def _recipe(text: str) -> Path | None:
+    """Return the file of a recipe; None for a text that names none."""
+    try:
+        path = recipe_path(text)
+    except ConfigError:
+        return None
+    return path if path.suffix in (".yaml", ".yml") else None
 
 
 def export(args: argparse.Namespace) -> int:

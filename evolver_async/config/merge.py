@@ -21,6 +21,7 @@ from evolver_async.config.secrets import (
     refuse_written,
 )
 from evolver_async.config.sections import Config
+from evolver_async.config.sections.reward import expanded
 from evolver_async.config.sections.run import StageConfig
 from evolver_async.config.values.errors import ConfigError
 from evolver_async.config.values.rules import item_kind, keys
@@ -44,6 +45,8 @@ def apply(resolved: DictConfig, tree: dict[str, Any]) -> DictConfig:
     A list of stages replaces the list. Another environment drops the parameters of the one before,
     and the sets of evaluation episodes that change them.
     """
+    if "reward" in tree:
+        tree = tree | {"reward": expanded(tree["reward"])}
     now = environment_name(resolved)
     if environment(tree).get("name", now) != now:
         resolved.env.params = {}

@@ -12,11 +12,11 @@ from evolver_async.config.values.errors import ConfigError
 EXPERIENCE = ("internalise", "strip_fraction", "distill_coef", "reliance_coef", "keep_copied")
 SECTIONS = (
     *("run", "engine", "actors", "stages", "eval", "weights", "checkpoint", "metrics", "launch"),
-    *("security", "judge", "questioning", "reflection"),
+    *("security", "judge", "questioning", "reflection", "reward"),
 )
 KEYS = {  # of sections whose other keys can differ by stage
     "policy": {item.name for item in fields(PolicyConfig)} - {"max_length"},
-    "rollout": {"agent", "agent_reward", "reward_terms"},
+    "rollout": {"agent", "agent_reward"},
     "buffer": {
         *("lease_s", "stall_s", "warn_s", "limit_bytes", "disk_limit_bytes", "segment_bytes"),
         *("archive", "address"),

@@ -21,7 +21,8 @@ def plan(config: Config) -> list[str]:
         until = " or ".join(f"{value:g} {name}" for name, value in limits.items() if value)
         own = stage_config(config, index)
         groups = f"{own.learner.groups_per_step} groups of {own.rollout.group_size}"
-        line = f"stage {index}: {stage.kind} in {own.env.name}, until {until}"
+        turns = "an agent" if own.rollout.agent else f"{own.rollout.format} turns"
+        line = f"stage {index}: {stage.kind} in {own.env.name} by {turns}, until {until}"
         stages.append(f"{line}, each step of {groups}")
     every = f"every {eval_.every} versions " if eval_.every else "after each stage "
     return [

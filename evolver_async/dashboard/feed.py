@@ -49,11 +49,11 @@ class RunSnapshot:
     """Everything that the views show of a run at one moment.
 
     `best`: the best success of the evaluations like the last one, None without any. `cells`: names
-    and texts of the newest step. `times`: those of the processes' time, with the advice. `status`:
-    the newest answer to STATUS, None without one. `silence`: the reason why the buffer gives no
-    answer now, "" if it gives one. `ended`: the groups by state and the ledger of a run that has
-    ended, None if they are not known; `unknown` says why. `errors`: of the logs of a run that has
-    ended.
+    and texts of the newest step. `times`: those of the processes' time, with the advice. `present`:
+    those of the step under way. `status`: the newest answer to STATUS, None without one. `silence`:
+    the reason why the buffer gives no answer now, "" if it gives one. `ended`: the groups by state
+    and the ledger of a run that has ended, None if they are not known; `unknown` says why.
+    `errors`: of the logs of a run that has ended.
     """
 
     name: str
@@ -64,6 +64,7 @@ class RunSnapshot:
     events: list[RunEvent] = field(default_factory=list)
     cells: list[tuple[str, str]] = field(default_factory=list)
     times: list[tuple[str, str]] = field(default_factory=list)
+    present: list[tuple[str, str]] = field(default_factory=list)
     paused: str = ""
     problem: str = ""
     status: Status | None = None
@@ -154,7 +155,9 @@ class RunFeed:
             self.snapshot = replace(self.snapshot, silence=self._silence(error))
             return
         self._answered = time.monotonic()
-        self.snapshot = replace(self.snapshot, status=status, silence="", ended=None)
+        self._view.status = status
+        changes: dict[str, Any] = {"status": status, "present": self._view.step_cells()}
+        self.snapshot = replace(self.snapshot, silence="", ended=None, **changes)
 
     async def _ask_buffer(self) -> Status:
         return await ask(address_of(self.run_dir), keys_of(self.config), ASK_S)

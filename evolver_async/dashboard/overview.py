@@ -103,6 +103,8 @@ def headline(snapshot: RunSnapshot, width: int) -> list[Text]:
         distinct = texts.number(evaluations.rows[-1].get("eval/distinct"))
         best = f"best {snapshot.best:.3f}, {distinct} distinct"
         cells.insert(1, ("eval success", f"{success[-1]:.3f} ({best})"))
+    if snapshot.live:
+        cells += [one for one in snapshot.present if one[0] != "eta" or "eta" not in dict(cells)]
     lines = [Text()]
     for name, value in cells:
         part = Text.assemble((f"{name} ", DIM), (value, "bold"), "   ")

@@ -20,7 +20,7 @@ from evolver_async.memory.bounds import (
     weight_bytes,
 )
 from evolver_async.memory.gpus import gpu_demands, gpus_used
-from evolver_async.memory.units import gib
+from evolver_async.memory.units import gib, stored
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,7 @@ def requirements(config: Config, results: Mapping[str, ProbeResult]) -> list[Req
     `disk` that of `run.dir`, `model` that of the policy.
     """
     machine, model = Machine(config, results), results["model"]
+    config = stored(config, gpu=bool(machine.learner or machine.engine))
     rules = (_hardware, _probed, _precision, _gpus, _engine)
     rows = [row for rule in rules for row in rule(config, machine)]
     if not model.works:

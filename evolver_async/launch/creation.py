@@ -25,7 +25,7 @@ from evolver_async.buffer.tasks.rows import stored
 from evolver_async.buffer.tasks.source import held_out_task
 from evolver_async.checkpoint.directory import exists
 from evolver_async.config import Config, TasksConfig
-from evolver_async.config.load import dump, stage_as_written, stage_config
+from evolver_async.config.load import dump, load_written, stage_as_written, stage_config
 from evolver_async.config.paths import ROWS, directory_of, with_absolute_paths
 from evolver_async.config.values.errors import ConfigError
 from evolver_async.errors import USER_ERROR, Unrecoverable
@@ -57,13 +57,18 @@ def create(
     into it what comes from another run.
     """
     check_start(config)
+    config = resolve("formats")(config)  # before the preset's policy gets a path
     stem = recipe.stem if recipe is not None else "run"
     name, run_dir = _made(config, f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}")
     _refuse_existing(run_dir)
     resolved = with_absolute_paths(config)
+    starts = "always" if resolved.policy.path else "never"
     resolved = replace(
         resolved,
         run=replace(config.run, name=name),
+        eval=replace(config.eval, at_start=starts)
+        if config.eval.at_start == "auto"
+        else config.eval,
         policy=replace(config.policy, path=resolved.policy.path or str(run_dir / "policy")),
     )
     # a signal raises, so that an incomplete directory is removed
@@ -74,7 +79,7 @@ def create(
             fill(run_dir)
             resolved = with_own_tasks(resolved, run_dir)
             dump(resolved, run_dir / "config.yaml")
-            complete(resolved, run_dir)
+            resolved = complete(resolved, run_dir)
         except BaseException:
             with suppress(OSError):  # as of a mount point, which is left empty
                 _clear(run_dir)  # the mark comes last: a second signal leaves it
@@ -116,15 +121,18 @@ def _clear(run_dir: Path) -> None:
             left.unlink()
 
 
-def complete(config: Config, run_dir: Path) -> None:
-    """Make the files that a run directory needs beside its configuration."""
+def complete(config: Config, run_dir: Path) -> Config:
+    """Make the files that a run directory needs beside its configuration; return this, decided."""
     own = run_dir / "policy"
     copied = exists(run_dir / "checkpoints")
     if config.policy.path == str(own) and own.exists() and not copied:
         shutil.rmtree(own)  # perhaps incomplete: its creation was interrupted
     _prepare(config, run_dir)
+    decided = load_written(run_dir, checked=False).policy.dtype
+    config = replace(config, policy=replace(config.policy, dtype=decided))
     measure(config, run_dir)
     (run_dir / CREATING).unlink()
+    return config
 
 
 def check_changed(config: Config) -> None:

@@ -30,11 +30,13 @@ LAUNCHERS = {
 # Everything else that a wing offers by name.
 ROLES = PROCESSES | {
     "eval": "actors.evaluate:evaluate",  # (run_dir, episodes, step, split) -> text
+    "eval_model": "actors.evaluate:evaluate_model",  # (config, episodes) -> text
     "exact": "actors.envs.exact:exact_of_first",  # (tasks, counts, max_turns) -> values by count
     "embedder": "actors.experience.embed:load_embedder",  # (experience) -> embedder, cosine
     "vocabulary": "actors.envs.vocabulary:vocabulary_of",  # (config) -> words
     "check_engine": "actors.engines.model_check:check",  # (config, model, tokenizer) -> None
     "check_prompts": "actors.checks.prompts:check",  # (config) -> None
+    "formats": "actors.rollout.episode_config:with_formats",  # (config) -> config, auto resolved
     "export": "learner.tools.export:export",  # (run_dir, out, step) -> one line
     "manual": "actors.export_manual:write_manual",  # (config of a stage, directory) -> None
     "copy_pool": "actors.experience.store:copy_pool",  # (directory, new directory) -> None

@@ -61,7 +61,7 @@ def resume(run_dir: Path, dotlist: Sequence[str], step: int | str | None = None)
         history.go_back(checkpoints, chosen, lambda _: None)
         (run_dir / PAUSED).unlink(missing_ok=True)
     if incomplete:
-        complete(config, run_dir)
+        config = complete(config, run_dir)
     return config
 
 

@@ -141,7 +141,11 @@ def run(config: Config, run_dir: Path) -> int:
         claimed.remove()
 
 
-def _log_waits(service: BufferService, waited_s: float) -> None:
+def _log_waits(service: BufferService, warn_s: float, waited_s: float) -> None:
+    """Log the learner's wait after 1, 2, 4, 8 … times `warn_s`."""
+    times = round(waited_s / warn_s)
+    if times & (times - 1):
+        return
     for reason in service.activity.learner_reasons():
         log.warning("the learner has waited for %.0f s: %s", waited_s, reason)
 
@@ -150,7 +154,7 @@ def _train(config: Config, run_dir: Path) -> int:
     """Train. At the first stop signal the learner saves what it has; the second ends it at once."""
     asyncio.set_event_loop(loop := VirtualLoop(min(config.actors.poll_s, WORK_S)))
     service = BufferService.of_run(config, run_dir, tokenizer_hash(config.policy.path), now=0.0)
-    loop.report(config.buffer.warn_s, partial(_log_waits, service))
+    loop.report(config.buffer.warn_s, partial(_log_waits, service, config.buffer.warn_s))
     address = service.welcome.weights_address
     server = LocalServer(service, run_dir.name)
     experience = (

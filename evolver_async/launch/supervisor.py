@@ -32,6 +32,9 @@ from evolver_async.transport.client import Rejected
 from evolver_async.transport.dealer import DealerClient
 
 POLL_S = 0.1
+SILENT_S = 60.0  # until the buffer's silence is said again, doubled each time
+SILENT_LIMIT_S = 960.0
+LATE_S = 2.0  # for an answer of the buffer while the run goes on
 START_S = 60.0  # from its process on, until the buffer must answer
 
 log = logging.getLogger(__name__)
@@ -58,6 +61,9 @@ class Supervisor:
         self.first_incarnation = announce(run_dir, spawner.address) * INCARNATIONS
         self.scaling = ActorScaling(config, run_dir)
         self.incarnations: dict[str, int] = {}  # the newest of every name
+        self.answered = self.asked = 0.0  # times of the buffer's last answer and of the last look
+        self.silent_due = 0.0  # time at which its silence is said next
+        self.silent_pause_s = SILENT_S
 
     def run(self) -> int:
         """Run to the end; return 0, 128 + the signal that ended it, or the code of a failure.
@@ -105,13 +111,41 @@ class Supervisor:
 
     def watch(self) -> None:
         """Return when the learner has finished, or the run is to end. Raises RunFailed."""
+        self.answered = self.asked = time.monotonic()
         while not (self.signals or self.drained):
             if self.finished():
                 return
             for child in list(self.children):
                 self.supervise(child, time.monotonic())
             self.scale(time.monotonic())
+            self.ask_buffer(time.monotonic())
             time.sleep(POLL_S)
+
+    def ask_buffer(self, now: float) -> None:
+        """Say if the buffer has not answered for `buffer.warn_s`, and again after growing pauses.
+
+        Nothing else tells of a buffer that is stopped: it is the one that names stalls.
+        """
+        warn_s = self.config.buffer.warn_s
+        if now - self.asked < max(1.0, warn_s / 5):
+            return
+        self.asked = now
+        silent_s = now - self.answered
+        try:
+            answers = asyncio.run(self.buffer_answers(LATE_S))
+        except RunFailed:  # it refuses, so it lives
+            answers = True
+        if answers:
+            if silent_s > warn_s:
+                log.warning("the buffer answers again after %.0f s", silent_s)
+            self.answered, self.silent_due, self.silent_pause_s = now, now, SILENT_S
+        elif silent_s > warn_s and now >= self.silent_due:
+            text = f"the buffer does not answer for {silent_s:.0f} s: stopped, or its disk hangs"
+            log.warning("%s", text)
+            if self.silent_pause_s == SILENT_S:
+                alert(self.run_dir, "stall of buffer", text)
+            self.silent_due = now + self.silent_pause_s
+            self.silent_pause_s = min(2 * self.silent_pause_s, SILENT_LIMIT_S)
 
     def finished(self) -> bool:
         """True if the learner is done. A stopped one has another exit code."""
@@ -266,13 +300,13 @@ class Supervisor:
                 log.warning("the learner is still writing its checkpoint; a second signal kills it")
             time.sleep(POLL_S / 2)
 
-    async def buffer_answers(self) -> bool:
+    async def buffer_answers(self, timeout_s: float = 5 * POLL_S) -> bool:
         """True if the buffer of this run replies within a moment."""
         client = DealerClient(
             self.spawner.address, self.run_dir.name, "launcher", keys=self.spawner.keys
         )
         try:
-            await client.request(StatusRequest(), timeout_s=5 * POLL_S)
+            await client.request(StatusRequest(), timeout_s=timeout_s)
         except TimeoutError:
             return False
         except Rejected as error:

@@ -11,7 +11,7 @@ from evolver_async.memory.units import DTYPE_BYTES
 
 MASTER_BYTES = 16  # of a trained parameter: float32 value and gradient, two moments of Adam
 CRITICS = ("gae", "gae_bilevel", "vtrace")
-MAX_COPIED = 1 << 25  # parameters of a model whose linear weights an engine on a CPU copies, merged
+MAX_COPIED = 1 << 28  # parameters of a model whose linear weights an engine on a CPU copies, merged
 KEPT_HIDDEN = 4  # least number of activations of hidden size that a layer keeps
 KEPT_INNER = 3  # and of activations of the size of its MLP
 
@@ -31,12 +31,18 @@ class Shape:
 
 def weight_bytes(config: Config, shape: Shape) -> int:
     """Bytes of one copy of the policy, as engines and files hold it."""
-    return shape.parameters * DTYPE_BYTES[config.policy.dtype]
+    return shape.parameters * DTYPE_BYTES[config.policy.decided_dtype]
 
 
 def token_bytes(config: Config, shape: Shape) -> int:
     """Bytes of the keys and values of one token in all layers."""
-    return 2 * shape.layers * shape.kv_heads * shape.head_size * DTYPE_BYTES[config.policy.dtype]
+    return (
+        2
+        * shape.layers
+        * shape.kv_heads
+        * shape.head_size
+        * DTYPE_BYTES[config.policy.decided_dtype]
+    )
 
 
 def cache_bytes(config: Config, shape: Shape) -> int:
@@ -79,7 +85,7 @@ def _held_bytes(
     if config.policy.lora.rank:  # adapters are small; only a single rank shares the frozen weights
         return copy * (1 + (ranks > 1) * (separate + reference))
     # Several ranks have no copy in the short type: they cast each layer when they gather it.
-    short = copy if config.policy.dtype != "float32" and ranks == 1 else 0
+    short = copy if config.policy.decided_dtype != "float32" and ranks == 1 else 0
     # control of alignment keeps the gradient before, and copies the present one
     gradients = 8 * shape.parameters if aligned else 0
     whole = shape.parameters * MASTER_BYTES + short
@@ -93,4 +99,4 @@ def activation_bytes(config: Config, shape: Shape) -> int:
         per_token = KEPT_HIDDEN * shape.hidden + KEPT_INNER * shape.inner
     stages = [merge.override(config, written.override) for written in config.stages]
     tokens = max(one.learner.token_budget or one.policy.max_length for one in stages)
-    return tokens * shape.layers * per_token * DTYPE_BYTES[config.policy.dtype]
+    return tokens * shape.layers * per_token * DTYPE_BYTES[config.policy.decided_dtype]

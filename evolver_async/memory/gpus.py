@@ -21,7 +21,7 @@ from evolver_async.memory.bounds import (
 )
 from evolver_async.memory.host import uses_gpu
 from evolver_async.memory.shape import shape_of
-from evolver_async.memory.units import MIB, gib
+from evolver_async.memory.units import MIB, gib, stored
 
 QUERY = ("nvidia-smi", "--query-gpu=index,uuid,memory.total", "--format=csv,noheader,nounits")
 DEADLINE_S = 20.0
@@ -96,6 +96,7 @@ def check_gpu_memory(config: Config) -> None:
     decoder = shape_of(config)
     if decoder is None:
         return
+    config = stored(config, gpu=True)
     shape = Shape(
         *(decoder.parameters, decoder.layers, decoder.kv_heads, decoder.head_size),
         *(decoder.hidden, decoder.inner, config.policy.max_length),

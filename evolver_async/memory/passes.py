@@ -21,7 +21,7 @@ def token_activations(shape: DecoderShape) -> int:
 
 def activation_bytes(config: Config, shape: DecoderShape) -> float:
     """Bytes that a pass over `learner.token_budget` tokens keeps for its backward pass."""
-    size = DTYPE_BYTES[config.policy.dtype]
+    size = DTYPE_BYTES[config.policy.decided_dtype]
     tokens = config.learner.token_budget or config.policy.max_length
     layer = token_activations(shape) * tokens * size
     if config.learner.gradient_checkpointing:
@@ -35,13 +35,15 @@ def logits_bytes(config: Config, shape: DecoderShape, gpu: bool) -> float:
     tokens = config.learner.token_budget or config.policy.max_length
     chunk = min(config.learner.logprob_chunk, LOGITS[gpu] // shape.vocabulary, tokens)
     summed = 0
-    if chunk < tokens and config.policy.dtype != "float32" and not config.policy.lora.rank:
+    if chunk < tokens and config.policy.decided_dtype != "float32" and not config.policy.lora.rank:
         # the sum, what is added to it, and that as it was computed
-        summed = (2 * FLOAT + DTYPE_BYTES[config.policy.dtype]) * shape.vocabulary * shape.hidden
+        summed = (
+            (2 * FLOAT + DTYPE_BYTES[config.policy.decided_dtype]) * shape.vocabulary * shape.hidden
+        )
     return 3 * FLOAT * chunk * shape.vocabulary + summed
 
 
 def prefill_bytes(config: Config, shape: DecoderShape) -> float:
     """Bytes of the widest moment of one layer in a prefill: its input and its MLP's factors."""
     wide = 3 * shape.hidden + 3 * shape.inner + shape.queries
-    return config.engine.prefill_tokens * wide * DTYPE_BYTES[config.policy.dtype]
+    return config.engine.prefill_tokens * wide * DTYPE_BYTES[config.policy.decided_dtype]

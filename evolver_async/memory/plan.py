@@ -17,9 +17,10 @@ from evolver_async.config.sections.channel import channel, versions_kept
 from evolver_async.memory.bounds import CRITICS, MAX_COPIED
 from evolver_async.memory.passes import activation_bytes, logits_bytes, prefill_bytes
 from evolver_async.memory.shape import DecoderShape
-from evolver_async.memory.units import DTYPE_BYTES, FLOAT, MIB
+from evolver_async.memory.units import DTYPE_BYTES, FLOAT, MIB, stored
 
 PREFILL = "prefill"  # held while an engine computes: in a serial run one at a time
+MERGED = "merged weights"  # of an engine on a CPU
 LOADING = "weights on their way to the GPU"  # likewise, while an engine begins
 
 # Anonymous memory of a process before its model, in bytes: see RESULTS.md, "Memory, predicted".
@@ -89,11 +90,19 @@ def memory_plan(
     config: Config, shape: DecoderShape, *, learner_gpu: bool, actor_gpu: bool
 ) -> MemoryPlan:
     """Plan a run. `learner_gpu`, `actor_gpu`: these processes compute on GPUs."""
+    rounds = config.policy.dtype == "bfloat16"
+    acting, config = stored(config, actor_gpu), stored(config, learner_gpu)
     stages = [stage_config(config, index) for index in range(len(config.stages))]
     parts = tuple(_learner(config, stages, shape, learner_gpu))
+    if rounds and not learner_gpu and config.learner.ranks == 1:
+        kept = [one for one in parts if one.name in ("weights", "KL reference", "critic")]
+        parts += (_rounded(shape, sum(one.size > 0 for one in kept)),)
     learner = ProcessPlan("learner", config.learner.ranks, parts)
     actors = config.actors.bounds()[1]
-    actor = ProcessPlan("actor", actors, tuple(_actor(config, stages, shape, actor_gpu)))
+    of_actor = tuple(_actor(acting, stages, shape, actor_gpu))
+    if rounds and not actor_gpu and config.engine.kind == "torch":
+        of_actor = *(one for one in of_actor if one.name != MERGED), _rounded(shape, 1)
+    actor = ProcessPlan("actor", actors, of_actor)
     buffer = [_base("buffer"), MemoryPart("groups", _groups_bytes(stages), "buffer.limit_bytes")]
     others = [ProcessPlan("buffer", 1, tuple(buffer))]
     if config.launch.kind == "serial":
@@ -112,9 +121,15 @@ def _base(role: str) -> MemoryPart:
     return MemoryPart("process and libraries", BASES[role], "")
 
 
+def _rounded(shape: DecoderShape, copies: int) -> MemoryPart:
+    """Part of a process on a CPU that keeps the weights of so many decoders in bfloat16, too."""
+    size = copies * DTYPE_BYTES["bfloat16"] * shape.decoder
+    return MemoryPart("rounded weights", size, "policy.dtype")
+
+
 def _copy(config: Config, shape: DecoderShape) -> float:
     """Bytes of one copy of the policy, as engines and files hold it."""
-    return shape.parameters * DTYPE_BYTES[config.policy.dtype]
+    return shape.parameters * DTYPE_BYTES[config.policy.decided_dtype]
 
 
 def _loading(config: Config, shape: DecoderShape) -> MemoryPart:
@@ -122,7 +137,7 @@ def _loading(config: Config, shape: DecoderShape) -> MemoryPart:
 
     Pages of files in the wanted type can be reclaimed.
     """
-    converts = shape.stored not in ("", config.policy.dtype)
+    converts = shape.stored not in ("", config.policy.decided_dtype)
     return MemoryPart(LOADING, converts * _copy(config, shape), "policy.dtype")
 
 
@@ -141,7 +156,7 @@ def _learner(
     trained = adapter_parameters(config, shape) if adapted else shape.parameters
     yield _base("learner")
     # Several ranks hold float32 shards; one rank on a short type holds both.
-    short = copy if config.policy.dtype != "float32" and ranks == 1 and not adapted else 0
+    short = copy if config.policy.decided_dtype != "float32" and ranks == 1 and not adapted else 0
     weights = (copy if adapted else FLOAT * shape.parameters) / ranks + short
     if ranks > 1:
         weights += FLOAT * (shape.layer + shape.embedding)  # gathered for the pass
@@ -182,11 +197,11 @@ def _critic(config: Config, shape: DecoderShape) -> float:
     """
     if config.critic.kind == "shared":
         return 0
-    ranks, copy = config.learner.ranks, shape.decoder * DTYPE_BYTES[config.policy.dtype]
+    ranks, copy = config.learner.ranks, shape.decoder * DTYPE_BYTES[config.policy.decided_dtype]
     if config.policy.lora.rank:
         frozen = copy if ranks > 1 else 0
         return (frozen + 4 * FLOAT * adapter_parameters(config, shape)) / ranks
-    short = copy if config.policy.dtype != "float32" and ranks == 1 else 0
+    short = copy if config.policy.decided_dtype != "float32" and ranks == 1 else 0
     return 4 * FLOAT * shape.decoder / ranks + short
 
 
@@ -202,7 +217,7 @@ def _actor(
     mapped = not (vllm or gpu) and channel(config) == "shm" and not config.policy.lora.rank
     yield MemoryPart("weights", 0 if mapped else copy, _model_key(config), gpu)
     if not (vllm or gpu) and shape.parameters <= MAX_COPIED:
-        yield MemoryPart("merged weights", copy, _model_key(config))
+        yield MemoryPart(MERGED, copy, _model_key(config))
     yield MemoryPart("KV cache", kv_bytes(config, shape), _kv_key(config), gpu)
     if vllm and not gpu:  # packed beside those in use
         yield MemoryPart("staged weights", copy, "engine.tensor_parallel")
@@ -255,7 +270,7 @@ def kv_bytes(config: Config, shape: DecoderShape) -> float:
     if config.engine.kind == "vllm":
         return config.engine.kv_cache_bytes or 128 * MIB
     columns = config.engine.slots * (config.policy.max_length + 1)
-    return 2 * columns * shape.layers * shape.keys * DTYPE_BYTES[config.policy.dtype]
+    return 2 * columns * shape.layers * shape.keys * DTYPE_BYTES[config.policy.decided_dtype]
 
 
 def adapter_parameters(config: Config, shape: DecoderShape) -> int:

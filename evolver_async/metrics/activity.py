@@ -61,6 +61,7 @@ class ActivityClock:
         self._held = dict.fromkeys(levels, 0)
         self._blocks = {condition: _Block(self._change, condition) for condition in levels}
         self._generated_s = 0.0  # of generations that have ended, less the beginnings of the others
+        self.changes = 0  # of conditions, so far
         self._activity = OTHER
         self._busy = busy
         self._busy_s = 0.0
@@ -73,6 +74,11 @@ class ActivityClock:
         self._since = now()
         self._generated_s = -self._held.get(GENERATING, 0) * self._since
         self._busy_s = self._busy() if self._busy is not None else 0.0
+
+    @property
+    def activity(self) -> str:
+        """The present activity, an engine's left out. Any thread may read it."""
+        return self._activity
 
     def during(self, condition: str) -> "_Block":
         """Hold a condition while the block runs; blocks may overlap in any order."""
@@ -111,6 +117,7 @@ class ActivityClock:
 
     def _change(self, condition: str, by: int) -> None:
         """Count a block that holds a condition; settle only if that changes what is measured."""
+        self.changes += 1
         if condition == GENERATING and self._since is not None:
             self._generated_s -= by * self._now()
         held = self._held

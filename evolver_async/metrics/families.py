@@ -15,12 +15,12 @@ FAMILIES: dict[str, tuple[str, ...]] = {
         *("train", "staleness", "offpolicy", "offpolicy_guided", "offpolicy_unguided", "loss"),
         *("learner", "critic", "dpo", "selection", "overlong", "boost", "advantage", "histogram"),
         *("safety", "alarm", "buffer", "actors", "censor", "weights", "wandb", "trajectories"),
-        *("guidance", "offpolicy_swapped"),
+        *("guidance", "offpolicy_swapped", "env"),
         *(f"lag_{bucket}" for bucket in ("0", "1", "2", "3-4", "5-8", "9+")),
     ),
     ENV_STEPS: (
         *("eval", "agent", "env_service", "experience", "questioning", "reflection", "judge"),
-        "failures",
+        *("failures", "reward"),
     ),
     TOKENS: ("ledger",),
     SECONDS: ("throughput", "supervision", "time"),
@@ -33,7 +33,7 @@ EVAL_METRICS = tuple(  # of an evaluation; those of its sets are eval/<set>/<nam
     for name in ("success", "reward_mean", "turns_mean", "episodes", "distinct", "version", "stage")
 )
 SET_METRIC = re.compile(
-    r"eval/[^/]+/((avg|best|reward_best)@\d+|reward_mean|turns_mean|episodes|distinct)"
+    r"eval/[^/]+/((avg|best|reward_best)@\d+|reward_mean|turns_mean|episodes|distinct|reward/[\w.-]+)"
 )
 
 BEST = {  # the best or the worst value beside the last one
@@ -55,7 +55,8 @@ BEST = {  # the best or the worst value beside the last one
 
 def evaluated(name: str) -> bool:
     """True if an evaluation or one of its sets can have the metric."""
-    return name in EVAL_METRICS or SET_METRIC.fullmatch(name) is not None
+    known = name in EVAL_METRICS or name.startswith("eval/reward/")
+    return known or SET_METRIC.fullmatch(name) is not None
 
 
 def axis_of(name: str) -> str | None:

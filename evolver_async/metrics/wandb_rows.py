@@ -14,8 +14,8 @@ from evolver_async.metrics.lineages import RowKey
 from evolver_async.metrics.tail import Tail
 
 COLUMNS = (
-    *("step", "trajectory", "task", "actor", "reward", "success", "turn", "turn_reward", "label"),
-    *("versions", "prompt", "experience", "observation", "action"),
+    *("step", "trajectory", "task", "actor", "reward", "success", "terms", "turn", "turn_reward"),
+    *("label", "versions", "prompt", "experience", "observation", "action"),
 )
 LABELS = {1: "GOOD", -1: "BAD", 0: ""}
 CELL_CHARS = 4000  # of a text in the table
@@ -67,12 +67,18 @@ def _turns(step: int, sample: dict[str, Any]) -> Iterator[list[Any]]:
     for (role, text), turn in zip(sample["text"], sample["text_turns"], strict=True):
         if 0 <= turn < len(texts):
             texts[turn][role] = texts[turn].get(role, "") + text
+    terms = ", ".join(f"{name} {value:.4g}" for name, value in sample["terms"].items())
     labels = sample["labels"] or [0] * len(texts)
     for turn, text in enumerate(texts):
         yield [
             *(step, sample["trajectory"], sample["task"], sample["actor"]),
-            *(sample["reward"], bool(sample["success"]), turn, sample["turn_rewards"][turn]),
-            *(LABELS[labels[turn]], ", ".join(sample["turn_versions"][turn])),
+            *(sample["reward"], bool(sample["success"]), terms),
+            *(
+                turn,
+                sample["turn_rewards"][turn],
+                LABELS[labels[turn]],
+                ", ".join(sample["turn_versions"][turn]),
+            ),
             *(_cut(text.get(r, "")) for r in ("PROMPT", "EXPERIENCE", "OBSERVATION", "ACTION")),
         ]
 

@@ -2,10 +2,13 @@
 
 transformers reads the file (with the packages `gguf` and `accelerate`) and dequantizes its weights,
 but refuses to save such a model: its weights are copied into a fresh one of the same shape.
+
+`python -m evolver_async.model.gguf FILE DIRECTORY` converts one; a run does it by itself.
 """
 
 import copy
 import shutil
+import sys
 import tempfile
 from importlib.util import find_spec
 from pathlib import Path
@@ -38,7 +41,7 @@ def convert(source: Path, directory: Path) -> None:
         raise ModelError(f"{source} has no chat template")
     config = copy.deepcopy(read.config)
     if hasattr(config, "quantization_config"):  # the weights are no longer quantized
-        del config.quantization_config
+        delattr(config, "quantization_config")
     model = AutoModelForCausalLM.from_config(
         AutoConfig.for_model(**config.to_dict()), dtype=torch.float32
     )
@@ -54,3 +57,7 @@ def convert(source: Path, directory: Path) -> None:
     except BaseException:
         shutil.rmtree(part, ignore_errors=True)
         raise
+
+
+if __name__ == "__main__":
+    convert(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -13,14 +13,17 @@ import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from evolver_async.model.policy import ModelError, load_model, split_model, state_tensors
+from evolver_async.model.products import SHORT, ShortLinear, rounded
 from evolver_async.randomness import key
 
 DOWN, UP = "lora_A", "lora_B"  # PEFT's names
@@ -33,7 +36,8 @@ class LoraLinear(nn.Linear):
     """Linear with an adapter; it shares weight and bias, now frozen, with the linear it replaces.
 
     lora_A [R, I] is uniform in ±1/√I by `seed`, lora_B [O, R] zero: at first it equals the plain
-    linear. Both are float32 for any type of the base, and are cast to the type of the input.
+    linear. Both are float32 for any type of the base, and are cast to the type of the input. In
+    place of a `ShortLinear` its product is that of the merged weight, rounded as engines round it.
     """
 
     def __init__(self, plain: nn.Linear, *, rank: int, scale: float, seed: int) -> None:
@@ -42,6 +46,7 @@ class LoraLinear(nn.Linear):
         for parameter in plain.parameters():
             parameter.requires_grad_(False)
         self.scale = scale
+        self.short = isinstance(plain, ShortLinear)
         draws = torch.Generator().manual_seed(seed)
         bound = plain.in_features**-0.5
         down_RI = torch.empty(rank, plain.in_features).uniform_(-bound, bound, generator=draws)
@@ -50,9 +55,47 @@ class LoraLinear(nn.Linear):
         self.lora_B = nn.Parameter(torch.zeros(plain.out_features, rank, device=device))
 
     def forward(self, input: Tensor) -> Tensor:
+        if self.short:
+            merged_OI = rounded(self.lora_A, self._merged, self.lora_B)
+            factors = self.lora_A, self.lora_B, merged_OI, self.scale
+            product = ShortLoraProduct.apply(input, *factors)
+            assert isinstance(product, Tensor)
+            return product if self.bias is None else product + self.bias
         low = F.linear(input, self.lora_A.to(input.dtype))
         change = F.linear(low, self.lora_B.to(input.dtype))
         return F.linear(input, self.weight, self.bias) + self.scale * change
+
+    def _merged(self) -> Tensor:
+        return merged(self.weight, self.lora_B.detach(), self.lora_A.detach(), self.scale)
+
+
+class ShortLoraProduct(torch.autograd.Function):
+    """Linear map by a merged and rounded weight, whose gradient goes to the factors."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, down_RI: Tensor, up_OR: Tensor, merged_OI: Tensor, scale: float
+    ) -> Tensor:
+        short = x.to(SHORT)
+        ctx.save_for_backward(short, down_RI, up_OR, merged_OI)
+        ctx.scale = scale
+        return F.linear(short, merged_OI).float()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        x, down_RI, up_OR, merged_OI = ctx.saved_tensors
+        short = gradients[0].to(SHORT)
+        rows_NI, grad_NO = x.flatten(0, -2).float(), gradients[0].flatten(0, -2)
+        for_down = (grad_NO @ up_OR).T @ rows_NI * ctx.scale
+        for_up = grad_NO.T @ (rows_NI @ down_RI.T) * ctx.scale
+        for_x = (short @ merged_OI).float() if ctx.needs_input_grad[0] else None
+        return for_x, for_down, for_up, None, None
+
+
+def merged(weight_OI: Tensor, up_OR: Tensor, down_RI: Tensor, scale: float) -> Tensor:
+    """Return the float32 weight that an adapter makes of a linear's."""
+    return torch.addmm(weight_OI.detach().float(), up_OR, down_RI, alpha=scale)
 
 
 def inject(
@@ -142,7 +185,7 @@ def merge(
     """
     check_base(adapters, fingerprint(base))
     adapters = {name: tensor for name, tensor in adapters.items() if name != BASE}
-    merged = dict(base)
+    found = dict(base)
     for name in [name for name in adapters if name.endswith(f".{DOWN}")]:
         linear = name.removesuffix(f".{DOWN}")
         weight_OI = base.get(f"{linear}.weight")
@@ -152,11 +195,11 @@ def merge(
         if (up_OR.shape[0], down_RI.shape[1]) != weight_OI.shape or len(down_RI) != up_OR.shape[1]:
             raise ModelError(f"adapter of {linear} does not fit {list(weight_OI.shape)}")
         down_RI, up_OR = (part.to(weight_OI.device).float() for part in (down_RI, up_OR))
-        whole_OI = torch.addmm(weight_OI.float(), up_OR, down_RI, alpha=scale)
-        merged[f"{linear}.weight"] = whole_OI.to(weight_OI.dtype)
+        whole_OI = merged(weight_OI, up_OR, down_RI, scale)
+        found[f"{linear}.weight"] = whole_OI.to(weight_OI.dtype)
     for name in adapters:
         raise ModelError(f"weight {name} of the adapters is unknown")
-    return merged
+    return found
 
 
 def fingerprint_of(directory: str, names: Iterable[str], dtype: str) -> Tensor:

@@ -4,7 +4,9 @@ Each may arrive twice, for delivery is at least once.
 """
 # ruff: noqa: RUF012 (msgspec copies the defaults)
 
-from typing import Any
+from typing import Annotated, Any
+
+import msgspec
 
 from evolver_async.lineages import Fork
 from evolver_async.protocol.delivery import (
@@ -24,6 +26,7 @@ from evolver_async.protocol.transcripts import Transcript
 from evolver_async.schema import Group, Task, Ticket, WeightId
 
 LOSING = ("environment", "engine", "grade")
+REPLY_CHARS = 4000  # of an actor's first reply, prompt included
 
 
 class Hello(Message, tag="hello"):
@@ -85,11 +88,36 @@ class Offer(Message, tag="offer"):
 
 
 class Counters(Message, tag="counters"):
-    """Totals since the sender's start, or current values; those of several senders are added."""
+    """Totals since the sender's start, or current values; those of several senders are added.
+
+    `first_reply`: an actor's first episode as text, in one message.
+    """
 
     values: dict[str, float]  # by metric name
     failures: list[FailureTotal] = []
     gauges: dict[str, float] = {}  # of the sender's process and host, which are not added
+    first_reply: Annotated[str, msgspec.Meta(max_length=REPLY_CHARS)] = ""
+
+
+class Beat(Message, tag="beat"):
+    """Heartbeat, sent by a thread beside the work: a step or a forward pass may take minutes.
+
+    `count` changes with every piece of work. `busy`: the process or a descendant has used a
+    processor, or moved data, since its last beat. `phase`: its present activity. The others are
+    the learner's: `step_s` seconds of computation of step `step`, whose passes are done to `share`,
+    in `micro_batches` of `tokens` in all.
+    """
+
+    role: str
+    phase: str
+    count: int = 0
+    busy: bool = False
+    incarnation: int = 0
+    step: int = 0
+    step_s: float = 0.0
+    share: float = 0.0
+    micro_batches: int = 0
+    tokens: int = 0
 
 
 class Retrieve(Message, tag="retrieve"):
@@ -183,7 +211,9 @@ class StatusRequest(Message, tag="status"):
 ActorRequest = Lease | Push | Pushes | Renew | Release | Offer
 LearnerRequest = Sample | Done | Resume | Kept
 ExperienceRequest = Retrieve | Contribute | Purge
-Request = Hello | Counters | StatusRequest | ActorRequest | LearnerRequest | ExperienceRequest
+Request = (
+    Hello | Counters | Beat | StatusRequest | ActorRequest | LearnerRequest | ExperienceRequest
+)
 
 
 class Welcome(Message, tag="welcome"):

@@ -155,6 +155,7 @@ def _body(one: RecordedTrajectory, table: TokenTable, measured: Measurements) ->
         "s": encoded,
         "guided": any(role == Role.EXPERIENCE for part in encoded for role, _, _ in part["r"]),
         "rewards": _rounded(whole.turn_rewards.tolist()),
+        "terms": {name: round(value, DIGITS) for name, value in whole.terms.items()},
         "labels": whole.labels.tolist(),
         "flags": whole.turn_flags.tolist(),
         "source": whole.label_source,

@@ -40,7 +40,7 @@ def sections(run: RunResults, trajectories: Sequence[RecordedTrajectory]) -> lis
     """Return the sections of a run's page. `trajectories` is empty if the journal is gone."""
     board = CurveBoard(run.steps, run.evaluations, run.events)
     made = [
-        _curves(board, "Learning", LEARNING),
+        _curves(board, "Learning", (*LEARNING, *_reward_terms(board))),
         *_eval_sets(board),
         *_mechanisms(board),
         _off_policy(board, [] if run.missing else trajectories),
@@ -55,6 +55,21 @@ def sections(run: RunResults, trajectories: Sequence[RecordedTrajectory]) -> lis
     if board.every > 1:
         made[0].sentences.append(f"The curves show every {board.every}th step.")
     return made
+
+
+def _reward_terms(board: CurveBoard) -> list[Curve]:
+    """Return a figure for each reward term that the run has."""
+    train, evaluated = "train/reward/", "eval/reward/"
+    names = [one.removeprefix(train) for one in board.all_steps.names if one.startswith(train)]
+    names += [n.removeprefix(evaluated) for n in board.evaluations.names if n.startswith(evaluated)]
+    return [
+        Curve(
+            f"Reward term {name}",
+            {f"{train}{name}": "training"},
+            {f"{evaluated}{name}": "evaluation"},
+        )
+        for name in sorted(set(names))
+    ]
 
 
 def _curves(

@@ -112,7 +112,7 @@ def _rough(config: Config, stages: range) -> RunEstimate:
         steps = sum(config.stages[index].steps for index in stages)
         kept += steps // config.checkpoint.keep_every
     trained = 0 if config.policy.lora.rank else kept * parameters * TRAINED_BYTES
-    own = 0 if config.policy.path else parameters * DTYPE_BYTES[config.policy.dtype]
+    own = 0 if config.policy.path else parameters * DTYPE_BYTES[config.policy.decided_dtype]
     archived = journal if config.buffer.archive == "all" else 0.0
     return RunEstimate(seconds, trained + own + archived, "")
 
@@ -122,7 +122,7 @@ def _parameters(config: Config) -> float:
     policy = config.policy
     if policy.path:
         files = Path(policy.path).glob("*.safetensors")
-        return sum(file.stat().st_size for file in files) / DTYPE_BYTES[policy.dtype]
+        return sum(file.stat().st_size for file in files) / DTYPE_BYTES[policy.decided_dtype]
     layer = policy.hidden_size * (4 * policy.hidden_size + 3 * policy.intermediate_size)
     return policy.layers * layer + 2 * VOCABULARY * policy.hidden_size
 

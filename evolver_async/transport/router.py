@@ -13,6 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from evolver_async.protocol.envelope import LIMITS, Envelope, MessageLimits, WireError, pack, unpack
 from evolver_async.protocol.messages import (
+    Beat,
     Counters,
     Fenced,
     Lease,
@@ -203,7 +204,7 @@ class RequestRouter:
 
     def _answer(self, parked: _Parked, replies: list[Reply]) -> None:
         self._sessions.remember(parked.envelope, replies)
-        telling = isinstance(parked.envelope.message, StatusRequest | Renew | Counters)
+        telling = isinstance(parked.envelope.message, StatusRequest | Renew | Counters | Beat)
         promises = not telling and _promise(replies)
         self._reply(parked.route, parked.envelope.message_id, replies, promises)
 

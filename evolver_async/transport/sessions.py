@@ -9,7 +9,8 @@ drawn with its client). A name belongs to one process at a time:
   A process whose HELLO the service refuses has left.
 
 A message is identified by its number. A repeated message gets the same reply and has no second
-effect. Three kinds are exempt: by their contents they change nothing when repeated.
+effect. Three kinds are exempt: by their contents they change nothing when repeated. STATUS and BEAT
+claim no name either.
 PUSH is one of them, also from a process that lost its name: a granted member is always accepted.
 
 Pure: time and connections are arguments. Bounded: by names, and by answers of each.
@@ -24,6 +25,7 @@ from msgspec import structs
 
 from evolver_async.protocol.envelope import Envelope
 from evolver_async.protocol.messages import (
+    Beat,
     Contribute,
     Fenced,
     GroupReply,
@@ -109,7 +111,7 @@ class Sessions:
         """Return the replies to a message without effect, None if the service is to handle it."""
         request, name = envelope.message, envelope.sender
         session = self._by_name.get(name)
-        if isinstance(request, StatusRequest) or (
+        if isinstance(request, StatusRequest | Beat) or (
             isinstance(request, EXEMPT) and not (session and _same(session, envelope))
         ):
             return None
@@ -145,7 +147,7 @@ class Sessions:
         if (
             session is not None
             and _same(session, envelope)
-            and not isinstance(envelope.message, EXEMPT | StatusRequest)
+            and not isinstance(envelope.message, EXEMPT | StatusRequest | Beat)
             and not isinstance(replies[0], GroupReply | Retry)
         ):
             session.remember(envelope.message_id, replies)

@@ -1,7 +1,8 @@
 """Live display of a run: it follows metrics.jsonl and asks the buffer for its STATUS.
 
 It reads the file, so it works alike inside the launcher and attached to a running job. STATUS gives
-the failures, and while no new step comes also the stalls and the waiting processes.
+the failures, the stalls and the progress of a step, and while no new step comes also the waiting
+processes.
 """
 
 import asyncio
@@ -21,6 +22,7 @@ from rich.live import Live
 
 from evolver_async.config import Config
 from evolver_async.launch.run_directory import EXACT, address_of, facts_of, origin_of
+from evolver_async.metrics import first_reply
 from evolver_async.metrics.alerts import ALERTS
 from evolver_async.metrics.lineages import current_rows
 from evolver_async.metrics.tail import Tail
@@ -99,6 +101,7 @@ def _show(
     alerts = Tail(run_dir / ALERTS)
     told = embedded and config.launch.kind == "serial"  # by the learner's log, in this process
     earlier = alerts.rows()
+    reply_due = embedded and not first_reply.read(run_dir)
     if embedded:
         for row in itertools.chain.from_iterable(tail.pieces()):
             view.feed(row)
@@ -106,7 +109,7 @@ def _show(
     else:
         _print(view.feed_alerts(earlier[-SHOWN:]), live, sys.stderr)
     quiet_since = asked = time.monotonic()
-    last, silent = False, False
+    last, silent, answered = False, False, time.monotonic()
     while not last:
         last = stop.wait(POLL_S)
         if not embedded and ((run_dir / END).exists() or silent):
@@ -121,6 +124,11 @@ def _show(
             if line:
                 _print([line], live)
             _print(view.feed_alarms(row), live, sys.stderr)
+        if reply_due and (reply := first_reply.read(run_dir)):
+            reply_due = False
+            (live.console if live is not None else Console(soft_wrap=True)).print(
+                reply, markup=False, highlight=False
+            )
         lines = view.feed_alerts(alerts.rows())
         _print([] if told else lines, live, sys.stderr)
         quiet = time.monotonic() - quiet_since > QUIET_S
@@ -128,6 +136,9 @@ def _show(
             silent = quiet
         elif not last and time.monotonic() - asked > ASK_S:
             lines = _feed_status(view, run_dir, config, quiet)
+            answered = time.monotonic() if lines is not None else answered
+            late_s = time.monotonic() - answered
+            view.silent_s = late_s if late_s > config.buffer.warn_s else None
             silent = quiet and lines is None
             if quiet and lines is not None:
                 quiet_since = time.monotonic()
@@ -146,11 +157,8 @@ def _feed_status(view: View, run_dir: Path, config: Config, quiet: bool) -> list
         status = asyncio.run(ask(address_of(run_dir), keys_of(config)))
     except (OSError, TimeoutError, ValueError, Rejected):
         return None
-    lines = view.feed_failures(status, time.monotonic())
-    if quiet:
-        view.feed_status(status)
-        lines += filter(None, (view.stalled, *view.waiting))
-    return lines
+    now = time.monotonic()
+    return view.feed_failures(status, now) + view.feed_status(status, now, quiet=quiet)
 
 
 def _print(lines: list[str], live: Live | None, stream: TextIO | None = None) -> None:

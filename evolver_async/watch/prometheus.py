@@ -7,6 +7,10 @@ evolver_actors                          actors that the buffer has heard of late
 evolver_groups{state}                   groups of the buffer
 evolver_trajectories{fate}              the ledger, over all kinds
 evolver_failures{kind}                  failures of agents, environments, endpoints
+evolver_present_step                    step for which the learner waits or which it computes
+evolver_present_step_share              part of its data, or of its passes, that is done
+evolver_present_step_eta_s              seconds until that is done, by the pace so far
+evolver_stalled                         stalls
 evolver_up                              1 if the buffer answers STATUS
 """
 
@@ -138,6 +142,11 @@ def families(status: dict[str, Any]) -> Iterator[GaugeMetricFamily]:
     yield gauge("buffer_journal_bytes", status["journal"]["bytes"])
     yield gauge("buffer_disk_free_bytes", status["journal"]["disk_free_bytes"])
     yield gauge("stalled", len(status["stalled"]))
+    if (progress := status["progress"]) is not None:
+        yield gauge("present_step", progress["step"])
+        yield gauge("present_step_share", progress["share"])
+        if progress["eta_s"] is not None:
+            yield gauge("present_step_eta_s", progress["eta_s"])
 
 
 def _total(amounts: dict[str, Any]) -> int:

@@ -104,6 +104,8 @@ def summary(run_dir: Path, ending: Ending) -> list[str]:
         last, best = evaluated[-1], best_of(evaluated, digests(config))
         success = f"eval success {last['eval/success']:.3f} over {played(last)}"
         success += f" (best {best['eval/success']:.3f} at step {best['step']})"
+        if evaluated[0]["step"] == 0 and len(evaluated) > 1:
+            success += f", {evaluated[0]['eval/success']:.3f} before the first step"
     lines = [f"{ending.state} at step {step}, {success}", *time_lines(rows, config)]
     lines += filter(None, [alarms])
     if saved := resumable(run_dir / "checkpoints"):

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from evolver_async.buffer.monitor.failures import plain
+from evolver_async.buffer.monitor.stalls import stall_text
 from evolver_async.protocol.failures import FailureTotal
 from evolver_async.protocol.messages import StatusRequest
 from evolver_async.transport.dealer import DealerClient
@@ -28,12 +29,14 @@ def failures_of(status: dict[str, Any]) -> list[FailureTotal]:
     return [FailureTotal(**{name: one[name] for name in names}) for one in status["failures"]]
 
 
+def stalls_of(status: dict[str, Any]) -> list[str]:
+    """Describe the stalls of a STATUS, the longest first."""
+    return [plain(stall_text(**stall)) for stall in status["stalled"]]
+
+
 def longest_stall(status: dict[str, Any]) -> str:
     """Describe the longest stall of a STATUS; "" if there is none."""
-    for stall in status["stalled"][:1]:
-        text = f"{stall['who']} has made no progress for {stall['for_s']:.0f} s: {stall['what']}"
-        return plain(text)
-    return ""
+    return next(iter(stalls_of(status)), "")
 
 
 def waits_of(status: dict[str, Any]) -> list[str]:
@@ -66,6 +69,11 @@ def status_lines(status: dict[str, Any]) -> list[str]:
     if more := status["actors_not_shown"]:
         lines.append(f"{more} more actors, which were not heard as lately, are not shown")
     lines += waits_of(status)
+    if (progress := status["progress"]) is not None and progress["phase"] not in ("", "data"):
+        eta_s = progress["eta_s"]
+        left = "" if eta_s is None else f", {progress['share']:.0%}, {eta_s:.0f} s to go"
+        lines.append(f"learner: step {progress['step']}, {progress['phase']}{left}")
+    lines += [f"{one['who']}: busy for {one['for_s']:.0f} s" for one in status["busy"]]
     lines += [f"evaluation {text}" for text in status["evaluations"]]
     lines += map(str, failures_of(status))
     newest = list(status["quarantined"].items())[: -SHOWN - 1 : -1]

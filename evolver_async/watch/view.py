@@ -19,11 +19,13 @@ from evolver_async.metrics.lineages import RowKey, key_of, supersedes
 from evolver_async.protocol.failures import FailureTotal
 from evolver_async.watch import throughput
 from evolver_async.watch.cells import clock, eval_sets_of, mechanisms, number, played
+from evolver_async.watch.progress import StateLines, Status, first_eta, step_text
 from evolver_async.watch.status import failures_of, longest_stall, waits_of
 
 ExactValues = Mapping[tuple[Any, Any], Mapping[str, float]]  # by stage and episodes
 
-REPEAT_S = 30.0  # until a repeated failure is printed again
+REPEAT_S = 30.0  # until a repeated failure is printed again, doubled each time
+REPEAT_LIMIT_S = 960.0
 SHOWN = 4  # failures, alerts and waiting processes, of each, in a panel
 LINE_S = 2.0  # of the run's time between two lines
 BARS = "▁▂▃▄▅▆▇█"
@@ -56,12 +58,15 @@ class View:
         self.eval_sets: dict[str, tuple[RowKey, str]] = {}  # newest of each, none superseded
         self.stalled = ""  # the longest stall
         self.waiting: list[str] = []
+        self.status: Status | None = None  # the newest
+        self.states = StateLines(steps)
+        self.silent_s: float | None = None  # seconds since the buffer's last answer, if it is late
         self.url: str | None = None  # page at W&B
         self.alarms: dict[str, RowKey] = {}  # that fire, and the row in which they began
         self.failures: list[FailureTotal] = []  # the newest first
         self.alerts: list[str] = []  # that nothing else tells, the newest first
-        # count and time by kind and name
-        self._printed: dict[tuple[str, str], tuple[int, float]] = {}
+        # count, time of the next line and the pause after that, by kind and name
+        self._printed: dict[tuple[str, str], tuple[int, float, float]] = {}
         self.line_due_s = 0.0
         self.first: tuple[int, float] | None = None
 
@@ -123,10 +128,30 @@ class View:
         """Format the newest step as one line."""
         return "  ".join(f"{name} {value}" for name, value in self.cells())
 
-    def feed_status(self, status: dict[str, Any]) -> None:
-        """Add the longest stall and the waiting processes of the buffer's STATUS."""
-        self.stalled = longest_stall(status)
-        self.waiting = waits_of(status)
+    def feed_status(self, status: Status, now: float, *, quiet: bool = True) -> list[str]:
+        """Add the buffer's STATUS. Return the lines to print for it.
+
+        `quiet`: no row has come for a while, so that stalls and waiting processes are shown.
+        """
+        self.status = status
+        if quiet:
+            self.stalled, self.waiting = longest_stall(status), waits_of(status)
+        return self.states.feed(status, self.first_eta(), now)
+
+    def first_eta(self) -> str:
+        """Estimate the run's time to go in its first step; "" once two rows tell it."""
+        if self.status is None or self._eta_s() is not None:
+            return ""
+        progress = self.status["progress"]
+        setup = self.setups[min(self.status["stage"], len(self.setups) - 1)]
+        return first_eta(progress, self.steps, apart=setup.staleness > 0)
+
+    def step_cells(self) -> list[tuple[str, str]]:
+        """Format the present step, and the estimate of the run's time in its first step."""
+        if self.status is None:
+            return []
+        cells = [("this step", step_text(self.status)), ("eta", self.first_eta())]
+        return [(name, text) for name, text in cells if text]
 
     def feed_alarms(self, row: dict[str, Any]) -> list[str]:
         """Add the alarms of a row. Return a line for each that begins to fire."""
@@ -144,15 +169,16 @@ class View:
     def feed_failures(self, status: dict[str, Any], now: float) -> list[str]:
         """Add the failures of the buffer's STATUS. Return the lines to print for them.
 
-        A new failure gets a line, a repeated one another line every REPEAT_S.
+        A new failure gets a line, a repeated one another line after each pause.
         """
         self.failures = failures_of(status)
         lines = []
         for failure in reversed(self.failures):
             source = (failure.kind, failure.name)
-            count, at = self._printed.get(source, (0, -math.inf))
-            if failure.count > count and now - at >= REPEAT_S:
-                self._printed[source] = (failure.count, now)
+            count, due, pause_s = self._printed.get(source, (0, -math.inf, REPEAT_S))
+            if failure.count > count and now >= due:
+                later_s = min(2 * pause_s, REPEAT_LIMIT_S)
+                self._printed[source] = (failure.count, now + pause_s, later_s)
                 lines.append(str(failure))
         return lines
 
@@ -174,9 +200,13 @@ class View:
             distinct = number(newest.get("eval/distinct"))
             text = f"{spark} {self.evals[-1]:.3f} ({distinct} distinct){self._exact_values(newest)}"
             rows.append(("eval success", text))
+        rows += self.step_cells()
         rows += [(f"eval {name}", value) for name, (_, value) in self.eval_sets.items()]
         rows += self.time_cells()
         rows += [("W&B", self.url)] if self.url else []
+        if self.silent_s is not None:
+            text = Text(f"does not answer for {self.silent_s:.0f} s", "red")
+            rows.append(("buffer", text))
         rows += [("stalled", self.stalled)] if self.stalled else []
         for name, at in self.alarms.items():
             rows.append(("alarm", Text(f"{name} fires since step {at.step}", "yellow")))

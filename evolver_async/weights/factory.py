@@ -5,6 +5,7 @@ import torch
 
 from evolver_async.config import Config, ConfigError
 from evolver_async.config.sections.channel import channel, versions_kept
+from evolver_async.model.precision import stored_dtype
 from evolver_async.weights.channel.base import Publisher, Receiver
 from evolver_async.weights.collective.channel import CollectivePublisher, CollectiveReceiver
 from evolver_async.weights.cuda_ipc import CudaMemory, IpcPublisher, IpcReceiver
@@ -55,7 +56,7 @@ def receiver_settings(config: Config, address: str) -> ReceiverSettings:
         address=address,
         deadline_s=config.weights.deadline_s,
         base=policy.path if lora.rank else "",
-        dtype=policy.dtype,
+        dtype=stored_dtype(policy.decided_dtype, config.engine.device),
         scale=lora.alpha / lora.rank if lora.rank else 1.0,
         threads=int(config.launch.kind == "serial"),
     )

@@ -52,7 +52,7 @@ class MergingReceiver:
         self._receiver.close()
 
 
-def whole(tensors: dict[str, Tensor], settings: PolicyConfig) -> dict[str, Tensor]:
-    """Return whole weights for the tensors of a checkpoint, which may be adapters."""
+def whole(tensors: dict[str, Tensor], settings: PolicyConfig, dtype: str) -> dict[str, Tensor]:
+    """Return whole weights of a type for the tensors of a checkpoint, which may be adapters."""
     rank, alpha = settings.lora.rank, settings.lora.alpha
-    return Merger(settings.path, settings.dtype, alpha / rank)(tensors) if rank else tensors
+    return Merger(settings.path, dtype, alpha / rank)(tensors) if rank else tensors

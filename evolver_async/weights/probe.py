@@ -87,6 +87,10 @@ class ScoredProbe:
     probe: Probe
     logprobs: list[float]
 
+    def difference(self) -> float:
+        """Return the mean distance of the engine's log-probs from the learner's, in nats."""
+        return _distance(self.logprobs, self.probe.logprobs)
+
 
 def fault(now: ScoredProbe, before: ScoredProbe | None, dtype: str) -> str:
     """Return the reason why the engine cannot hold the weights of `now`, "" if there is none.
@@ -95,7 +99,7 @@ def fault(now: ScoredProbe, before: ScoredProbe | None, dtype: str) -> str:
     differences of two implementations in bfloat16, are seen by the change: an engine without the
     new weights still gives the log-probs of the old ones.
     """
-    error = _distance(now.logprobs, now.probe.logprobs)
+    error = now.difference()
     if not error <= TOLERANCE[dtype]:
         return f"log-probs differ by {error:.2g} on average"
     if before is None or before.probe.tokens != now.probe.tokens:

@@ -14,6 +14,7 @@ import numpy as np
 
 from evolver_async.config import AdvantageConfig
 from evolver_async.extension import implementation, is_own
+from evolver_async.rewards import alike_in_group
 from evolver_async.schema import Array
 from learner.advantage.rewards import Rewards
 
@@ -133,14 +134,14 @@ def _missing(x: Array, group: Array, groups: int) -> Array:
 
 
 def standardised(x: Array, group: Array, *, std: str) -> Array:
-    """Return (x_i - mean_G x) / (std + 1e-6); 0 throughout a group whose x are all the same.
+    """Return (x_i - mean_G x) / (std + 1e-6); 0 throughout a group whose x are equal.
 
     Of outcome rewards this is GRPO's advantage. `std`: `group` (population std of the group),
     `batch` (of all x) or `none` (no division, Dr. GRPO).
     """
     if not len(x):
         return x
-    centred = np.where(zero_spread(x, group), 0.0, x - _group_mean(x, group))
+    centred = np.where(alike_in_group(x, group), 0.0, x - _group_mean(x, group))
     if std == "none":
         return centred
     if std == "batch":
@@ -157,7 +158,7 @@ def opob(
     VCPO, arXiv 2602.17616: there v_i = W_i² |grad log p(trajectory i)|². The squared norm, which
     would take a backward pass for each trajectory, is taken to be proportional to the number n_i
     of its ACTION tokens, as by OPO, arXiv 2505.23585. `std` as in `standardised`. 0 throughout a
-    group whose rewards are all the same.
+    group whose rewards are equal.
     """
     if not len(reward_P):
         return reward_P
@@ -166,7 +167,7 @@ def opob(
     weight_P = np.exp(2 * (log_weight_P - largest_G[group_P])) * np.maximum(length_P, 1)
     sums_G = np.bincount(group_P, weights=weight_P)
     baseline_G = np.bincount(group_P, weights=weight_P * reward_P) / np.where(sums_G, sums_G, 1.0)
-    advantage_P = np.where(zero_spread(reward_P, group_P), 0.0, reward_P - baseline_G[group_P])
+    advantage_P = np.where(alike_in_group(reward_P, group_P), 0.0, reward_P - baseline_G[group_P])
     if std == "none":
         return advantage_P
     if std == "batch":
@@ -248,10 +249,13 @@ def alpha_at(step: int, *, alpha: float, alpha_final: float, steps: int) -> floa
 
 
 def rloo(reward_P: Array, group_P: Array) -> Array:
-    """Return A_i = R_i - mean of the other members' rewards; 0 for a member without others."""
+    """Return A_i = R_i - mean of the other members' rewards; 0 where all of a group are equal."""
+    if not len(reward_P):
+        return reward_P
     size_P = np.bincount(group_P)[group_P]
     others_P = _group_mean(reward_P, group_P) * size_P - reward_P
-    return np.where(size_P > 1, reward_P - others_P / np.maximum(size_P - 1, 1), 0.0)
+    advantage_P = reward_P - others_P / np.maximum(size_P - 1, 1)
+    return np.where(alike_in_group(reward_P, group_P), 0.0, advantage_P)
 
 
 def reinforce(reward_P: Array, baseline: float, *, decay: float) -> tuple[Array, float]:
@@ -265,15 +269,6 @@ def suffix_sums(x_U: Array, turns_P: Array) -> Array:
     padded_PK = np.zeros(present_PK.shape)
     padded_PK[present_PK] = x_U
     return padded_PK[:, ::-1].cumsum(1)[:, ::-1][present_PK]
-
-
-def zero_spread(x: Array, group: Array) -> Array:
-    """Return for every number True if all numbers of its group are the same."""
-    low_G = np.full(int(group.max()) + 1, np.inf)
-    high_G = -low_G
-    np.minimum.at(low_G, group, x)
-    np.maximum.at(high_G, group, x)
-    return (low_G == high_G)[group]
 
 
 def _group_mean(x: Array, group: Array) -> Array:

@@ -13,6 +13,7 @@ import numpy as np
 from evolver_async.config import SelectionConfig
 from evolver_async.errors import TrainingError
 from evolver_async.extension import implementation, is_own
+from evolver_async.rewards import spread as spread_of
 from evolver_async.schema import Group
 from learner.data.resampling import resampled, resampling_metrics
 
@@ -35,21 +36,31 @@ class Selected:
 
 
 def reward_spread(group: Group) -> float:
-    """Return the population std of the members' rewards; exactly 0 if they are all the same."""
-    rewards_G = np.array([trajectory.reward for trajectory in group.trajectories])
-    # std of equal numbers can come out as 1e-17, which would not count as zero
-    return float(rewards_G.std()) if np.ptp(rewards_G) > 0 else 0.0
+    """Return the population std of the members' rewards; exactly 0 if all are equal."""
+    return spread_of([trajectory.reward for trajectory in group.trajectories])
+
+
+def spread_by(group: Group, by: str) -> float:
+    """Return the spread that `selection.by` compares: of rewards, or of successes as 0 and 1."""
+    if by == "reward":
+        return reward_spread(group)
+    assert by == "success", by
+    return spread_of([float(trajectory.success) for trajectory in group.trajectories])
 
 
 def select(groups: list[Group], settings: SelectionConfig, *, seed: int) -> Selected:
-    """Choose the groups that train by their spread, the std of rewards within them.
+    """Choose the groups that train by their spread, the std of rewards or successes within them.
+
+    `settings.by` success: reward terms that shape, such as a length, spread the rewards of groups
+    that failed throughout; these do not train then. Advantages still compare rewards.
 
     `all` keeps every group. `spread` (StarPO-S) keeps the share `keep` of all groups with the
     largest spread, at least one, `top_k` the `k` groups; earlier groups come first among equals.
     `min_p` keeps groups with at least `p` of the largest spread. `top_p` keeps the fewest groups
     whose spreads sum up to `p` of all; `dynamic` (DAPO) those with any. `resample_on_correct`
-    keeps some members of these. Reasons: `zero_spread` (all members have the same reward; with
-    `drop_zero`, or where the kind says so), else the kind. `seed`: of the draws among members.
+    keeps some members of these. Reasons: `zero_spread` (all members have equal rewards, or
+    successes; with `drop_zero`, or where the kind says so), else the kind. `seed`: of the draws
+    among members.
     """
     if settings.kind == "all":
         return Selected(groups, {})
@@ -57,7 +68,7 @@ def select(groups: list[Group], settings: SelectionConfig, *, seed: int) -> Sele
     filtered: dict[str, list[int]] = {}
     for i, group in enumerate(groups):
         if i not in kept:
-            zero = drops_zero(settings) and reward_spread(group) == 0
+            zero = drops_zero(settings) and spread_by(group, settings.by) == 0
             filtered.setdefault("zero_spread" if zero else settings.kind, []).append(group.group_id)
     chosen = [groups[i] for i in sorted(kept)]
     share = len(chosen) / len(groups)
@@ -79,7 +90,8 @@ def _kept(groups: list[Group], settings: SelectionConfig) -> set[int]:
     Raises TrainingError, which names the key, if an own function returns anything else, such as a
     truth value for each group.
     """
-    found = selection_of(settings)(groups, [reward_spread(group) for group in groups], settings)
+    spreads = [spread_by(group, settings.by) for group in groups]
+    found = selection_of(settings)(groups, spreads, settings)
     if not is_own(settings.kind):
         return found
     try:

@@ -1,8 +1,11 @@
 """Metrics of the groups of one take. Pure."""
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from evolver_async.config import Config
+from evolver_async.rewards import alike, term_means
 from evolver_async.schema import Array, Group, TurnFlag
 from learner.data.batch import Batch
 from learner.data.collate import guided
@@ -11,7 +14,9 @@ from learner.data.resampling import flagged, tool_calls
 
 def taken_metrics(stage: Config, groups: list[Group]) -> dict[str, float]:
     """Measure the groups before selection."""
-    metrics = rollout_metrics(groups)
+    metrics = rollout_metrics(groups) | length_metrics(groups) | own_metrics(groups)
+    if stage.reward.terms:
+        metrics |= reward_metrics(groups, [term.called for term in stage.reward.terms])
     if stage.experience.kind != "none":
         metrics |= experience_metrics(groups)
     if stage.tasks.mixture or stage.tasks.path:
@@ -38,10 +43,45 @@ def rollout_metrics(groups: list[Group]) -> dict[str, float]:
     }
 
 
+def reward_metrics(groups: list[Group], names: Sequence[str]) -> dict[str, float]:
+    """Measure the mean of each reward term, without its weight, and of the terms `names` that
+    abstained the share of trajectories from which they did."""
+    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+    metrics = {f"train/reward/{name}": value for name, value in term_means(trajectories).items()}
+    for name in names:
+        if lacking := sum(name not in one.terms for one in trajectories):
+            metrics[f"train/abstained/{name}"] = lacking / len(trajectories)
+    return metrics
+
+
+def length_metrics(groups: list[Group]) -> dict[str, float]:
+    """Measure lengths in ACTION tokens, and what limits of tokens and of turns cut off."""
+    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+    lengths = [trajectory.action_tokens for trajectory in trajectories]
+    flags = np.concatenate([trajectory.turn_flags for trajectory in trajectories])
+    return {
+        "train/length": float(np.mean(lengths)),
+        "train/length_max": float(max(lengths)),
+        "train/truncated": float(np.mean([one.truncated or one.overlong for one in trajectories])),
+        "train/cut_turns": flagged(flags, TurnFlag.CUT),
+        "train/cut_observations": flagged(flags, TurnFlag.OBSERVATION_CUT),
+    }
+
+
+def own_metrics(groups: list[Group]) -> dict[str, float]:
+    """Average the numbers of the environments' own over the trajectories that have them."""
+    found: dict[str, list[float]] = {}
+    for group in groups:
+        for trajectory in group.trajectories:
+            for name, value in trajectory.metrics.items():
+                found.setdefault(f"env/{name}", []).append(value)
+    return {name: float(np.mean(values)) for name, values in sorted(found.items())}
+
+
 def _members_alike(group: Group) -> int:
-    """Return the number of members if all have the same reward, else 0."""
+    """Return the number of members if all have equal rewards, else 0."""
     rewards = [trajectory.reward for trajectory in group.trajectories]
-    return len(rewards) if min(rewards) == max(rewards) else 0
+    return len(rewards) if alike(rewards) else 0
 
 
 def env_metrics(groups: list[Group]) -> dict[str, float]:

@@ -13,8 +13,8 @@ from learner.diagnostics.step_result import Trained
 def write_samples(path: Path, tokenizer: Any, data: Trained, count: int) -> None:
     """Write `count` trajectories, spread evenly over the batch.
 
-    A line holds the text, the turn that each part of it belongs to, the outcome, the labels, the
-    versions that sampled each turn, and for each ACTION token its behaviour and
+    A line holds the text, the turn that each part of it belongs to, the outcome and its terms, the
+    labels, the versions that sampled each turn, and for each ACTION token its behaviour and
     learner log-prob (`logprobs`; `anchor_logprobs`: those at the start of the step, without
     stripped experience), the weight of its correction (`ratios`) and its advantage.
     """
@@ -37,6 +37,7 @@ def write_samples(path: Path, tokenizer: Any, data: Trained, count: int) -> None
                 "actor": trajectory.actor,
                 "reward": trajectory.reward,
                 "success": trajectory.success,
+                "terms": trajectory.terms,
                 "turn_rewards": trajectory.turn_rewards.tolist(),
                 "labels": trajectory.labels.tolist(),
                 "label_source": trajectory.label_source,

@@ -7,6 +7,7 @@ from evolver_async.schema import Array, Group
 from learner.data.batch import Batch, LogProbs
 
 NON_FINITE = "non_finite"  # reason of groups whose update could not be applied
+TRUNCATED = "truncated"  # reason of groups of which `loss.mask_truncated` left nothing to train
 TARGET_KL = "target_kl"  # reason of groups whose update `loss.target_kl` left out
 
 

@@ -14,23 +14,30 @@ from torch.nn.functional import logsigmoid
 from evolver_async.config import LossConfig
 from evolver_async.schema import Array, Group, Role, Trajectory
 from learner.data.batch import Batch, MicroBatch, Minibatch
-from learner.data.selection import Selected, reward_spread
+from learner.data.selection import Selected, spread_by
 from learner.diagnostics.offpolicy import Accounting
+from learner.diagnostics.step_result import TRUNCATED
 
 
-def pairs(groups: list[Group]) -> Selected:
-    """Reduce each group to its best and its worst member, the first of equals.
+def pairs(groups: list[Group], by: str = "reward", *, masked: bool = False) -> Selected:
+    """Reduce each group to the members of most and of least reward, the first of equals.
 
-    Filtered groups: `zero_spread`, all rewards are the same; `no_tokens`, one of the two members
-    has no token to train.
+    Filtered groups: `zero_spread`, all rewards are equal, or with `by` success all successes;
+    `no_tokens`, one of the two members has no token to train; `truncated`, with `masked`: at most
+    one member is not overlong.
     """
     kept: list[Group] = []
     filtered: dict[str, list[int]] = {}
     for group in groups:
-        ranked = sorted(group.trajectories, key=lambda one: (-one.reward, one.member))
-        best = ranked[0]
+        if masked:
+            members = [one for one in group.trajectories if not one.overlong]
+            if len(members) < min(2, len(group.trajectories)):
+                filtered.setdefault(TRUNCATED, []).append(group.group_id)
+                continue
+            group = replace(group, trajectories=members)
+        best = min(group.trajectories, key=lambda one: (-one.reward, one.member))
         worst = min(group.trajectories, key=lambda one: (one.reward, one.member))
-        if reward_spread(group) == 0:
+        if min(spread_by(group, by), spread_by(group, "reward")) == 0:
             filtered.setdefault("zero_spread", []).append(group.group_id)
         elif not (_trains(best) and _trains(worst)):
             filtered.setdefault("no_tokens", []).append(group.group_id)

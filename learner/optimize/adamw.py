@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from evolver_async.config import LearnerConfig
+from evolver_async.model.products import forget
 from learner.ranks.process_group import whole_tensor
 
 
@@ -70,8 +71,7 @@ def make_adamw(
         eps=eps,
         fused=True,
     )
-    if short:
-        optimizer.register_step_post_hook(lambda *_: follow(short))
+    optimizer.register_step_post_hook(lambda *_: follow(trainable))
     return optimizer
 
 
@@ -82,10 +82,11 @@ def master(weight: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def follow(parameters: Iterable[torch.Tensor]) -> None:
-    """Round masters to their parameters."""
+    """Round masters to their parameters, and drop what changed parameters were rounded to."""
     for parameter in parameters:
         if master(parameter) is not parameter:
             parameter.copy_(master(parameter))
+        forget(parameter)
 
 
 def _give_master(parameter: torch.nn.Parameter) -> None:

@@ -98,7 +98,8 @@ class Critic:
         end_value_R = np.zeros(len(batch.trajectory_R), np.float32)
         whole = batch.whole()
         budget = ranks.budget(token_budget, partial(whole.laid_lengths, layout))
-        for micro in ranks.share(whole.micro_batches(budget, ranks.device, layout)):
+        ranks.plan(whole, layout, gradient=False)
+        for micro in ranks.passes(whole.micro_batches(budget, ranks.device, layout)):
             if micro is None:
                 within(model, partial(self._idle, model, ranks.device, layout != "padded"))
                 continue

@@ -53,7 +53,8 @@ class Distillation:
         total, sum_kl = 0.0, 0.0
         budget = ranks.budget(token_budget, partial(guided.laid_lengths, self.layout))
         micros = guided.micro_batches(budget, ranks.device, self.layout)
-        for teacher in ranks.share(micros):
+        ranks.plan(guided, self.layout, gradient=True)
+        for teacher in ranks.passes(micros):
             if teacher is None:
                 idle_gradients(model, ranks, packed=self.layout != "padded")
                 continue

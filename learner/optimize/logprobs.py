@@ -40,7 +40,8 @@ class Scorer:
         logprobs_N = np.zeros_like(minibatch.batch.mu_N)
         budget = self.ranks.budget(self.token_budget, partial(minibatch.laid_lengths, self.layout))
         micros = minibatch.micro_batches(budget, self.ranks.device, self.layout)
-        for micro in self.ranks.share(micros):
+        self.ranks.plan(minibatch, self.layout, gradient=False)
+        for micro in self.ranks.passes(micros):
             if micro is None:
                 idle(model, self.ranks.device, packed=self.layout != "padded")
                 continue

@@ -10,7 +10,7 @@ from evolver_async.checkpoint import shards
 from evolver_async.checkpoint.directory import CheckpointError
 from evolver_async.config import Config
 from evolver_async.config.load import stage_config
-from evolver_async.model import lora, policy, row_checks
+from evolver_async.model import lora, policy, precision, row_checks
 from evolver_async.model.tokenizer import ModelError
 from evolver_async.weights import probe
 from evolver_async.weights.channel.source import WeightSource, WholeTensors
@@ -23,14 +23,18 @@ from learner.ranks.gathered import GatheredWeights
 from learner.ranks.process_group import Ranks, within
 
 
-def load(config: Config, device: str) -> PreTrainedModel:
+def load(config: Config, device: str, *, sharded: bool = False) -> PreTrainedModel:
     """Load the model of `policy.path`, with fresh adapters if `policy.lora` asks for them.
 
     ModelError for a broken directory, for a model that supports neither packed rows nor recomputed
     layers although they are configured, or for adapters that do not fit it.
     """
-    settings = config.policy
-    return fit(config, policy.load_model(settings.path, dtype=settings.dtype, device=device))
+    return fit(config, _plain(config, device, sharded))
+
+
+def _plain(config: Config, device: str, sharded: bool) -> PreTrainedModel:
+    dtype = config.policy.decided_dtype
+    return precision.load_policy(config.policy.path, dtype=dtype, device=device, sharded=sharded)
 
 
 def fit(config: Config, model: PreTrainedModel) -> PreTrainedModel:
@@ -78,7 +82,7 @@ class Models:
     def __init__(self, config: Config, ranks: Ranks) -> None:
         self.config = config
         self.ranks = ranks
-        model = load(config, self._loading)
+        model = load(config, self._loading, sharded=self._is_sharded)
         self.layout: Layout = layout_of(config, model, ranks.device)
         self.model = self._sharded(model, master=True)
         self.optimizer = make_adamw(
@@ -123,7 +127,7 @@ class Models:
         return self.critic
 
     def published(self) -> WeightSource:
-        """Return the weights to publish, in policy.dtype; on several ranks all must iterate it.
+        """Return the weights to publish, as they are stored; on several ranks all must iterate it.
 
         Adapters are float32, as they are trained. A probe goes with them, by which actors see that
         they arrived.
@@ -132,7 +136,7 @@ class Models:
         if self.ranks.mesh is None:
             source: WeightSource = WholeTensors(policy.state_tensors(self.model))
         else:
-            dtype = "float32" if settings.lora.rank else settings.dtype
+            dtype = "float32" if settings.lora.rank else settings.decided_dtype
             source = GatheredWeights(self.model, self.ranks, dtype)
         seed, packed = self.config.run.seed, self.config.learner.packing
         with torch.no_grad():
@@ -194,9 +198,8 @@ class Models:
         if self.config.policy.lora.rank:
             if self.ranks.mesh is None:
                 return lora.twin(self.model)
-            return self._sharded(load(self.config, self._loading), master=True)
-        settings = self.config.policy
-        reference = policy.load_model(settings.path, dtype=settings.dtype, device=self._loading)
+            return self._sharded(load(self.config, self._loading, sharded=True), master=True)
+        reference = _plain(self.config, self._loading, self._is_sharded)
         return self._sharded(reference.requires_grad_(False), master=False)
 
     def _make_critic(self) -> Critic:
@@ -208,8 +211,8 @@ class Models:
         decoder, _ = policy.split_model(self.model)
         if self.ranks.mesh is None:
             return lora.twin(decoder)
-        copy, _ = policy.split_model(load(self.config, self._loading))
-        dtype = self.config.policy.dtype
+        copy, _ = policy.split_model(load(self.config, self._loading, sharded=True))
+        dtype = self.config.policy.decided_dtype
         copy = self.ranks.shard(copy, master=True, dtype=dtype, drops=True)
         policy.load_state(copy, policy.state_tensors(decoder))
         return copy
@@ -219,9 +222,13 @@ class Models:
         return self.config.learner.betas[0], self.config.learner.betas[1]
 
     @property
+    def _is_sharded(self) -> bool:
+        return self.ranks.mesh is not None
+
+    @property
     def _loading(self) -> str:
         """Device to load a model on: a model to be sharded goes through host memory."""
         return str(self.ranks.device) if self.ranks.mesh is None else "cpu"
 
     def _sharded(self, model: torch.nn.Module, *, master: bool) -> torch.nn.Module:
-        return self.ranks.shard(model, master=master, dtype=self.config.policy.dtype)
+        return self.ranks.shard(model, master=master, dtype=self.config.policy.decided_dtype)

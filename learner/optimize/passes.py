@@ -99,7 +99,7 @@ class Passes:
         """Yield the loss and the terms of this rank's micro-batches of at most `limit` tokens."""
         layout = self.models.layout
         budget = self.ranks.budget(limit, partial(minibatch.laid_lengths, layout))
-        for micro in self.ranks.share(minibatch.micro_batches(budget, self.device, layout)):
+        for micro in self.ranks.passes(minibatch.micro_batches(budget, self.device, layout)):
             with self.timers("forward"):
                 compute = partial(self._idle, critic, layout != "padded")
                 if micro is not None:

@@ -6,7 +6,7 @@ Weights change here alone; `step` decides on the loss and on the data.
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -63,9 +63,12 @@ class Applied:
     metrics: dict[str, float]
     accounting: Accounting
 
-    def lost(self, groups: list[Group], unfit: Collection[int]) -> dict[str, list[int]]:
+    def lost(
+        self, groups: list[Group], unfit: Mapping[str, Collection[int]]
+    ) -> dict[str, list[int]]:
         """Return the ids of the groups that did not train, by reason; indices `unfit` are some."""
-        lost = {NON_FINITE: set(unfit), TARGET_KL: set[int]()}
+        lost = {NON_FINITE: set[int](), TARGET_KL: set[int]()}
+        lost |= {reason: set(found) for reason, found in unfit.items()}
         cut = self.beyond is not None and self.failure is None
         lost[TARGET_KL if cut else NON_FINITE] |= self.left_out
         return {why: [groups[i].group_id for i in sorted(lost[why])] for why in lost if lost[why]}

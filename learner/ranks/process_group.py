@@ -12,7 +12,7 @@ silent for longer than the deadline ends the others with an error.
 import gc
 import types
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import TypeVar
@@ -37,6 +37,9 @@ from evolver_async.model import policy
 from evolver_async.model.borders import Borders
 from evolver_async.schema import Array
 from evolver_async.weights.collective.process_group import environment, gpu_id
+from learner.data.batch import MicroBatch, Minibatch
+from learner.data.layout import Layout
+from learner.progress import StepProgress
 
 T = TypeVar("T")
 
@@ -49,6 +52,7 @@ class Ranks:
     """This process among `count` ranks; without a mesh it is alone and all calls are trivial.
 
     `host`: group for data in host memory, with the deadline; `calls`: group for calls of rank 0.
+    `progress`: of this rank's passes.
     """
 
     device: torch.device
@@ -57,6 +61,7 @@ class Ranks:
     mesh: DeviceMesh | None = None
     host: dist.ProcessGroup | None = None
     calls: dist.ProcessGroup | None = None
+    progress: StepProgress = field(default_factory=StepProgress)
 
     def shard(
         self, model: torch.nn.Module, *, master: bool, dtype: str, drops: bool = False
@@ -96,6 +101,19 @@ class Ranks:
         """Yield this rank's share of `parts`, equally many on every rank; None if none is left."""
         while taken := [part for _, part in zip(range(self.count), parts, strict=False)]:
             yield taken[self.rank] if self.rank < len(taken) else None
+
+    def passes(self, micros: Iterator[MicroBatch]) -> Iterator[MicroBatch | None]:
+        """Yield this rank's share of micro-batches as `share` does, and count those done."""
+        for micro in self.share(micros):
+            yield micro
+            if micro is not None:
+                tokens = micro.tokens_BT.numel()
+                self.progress.count(tokens, gradient=torch.is_grad_enabled())
+
+    def plan(self, minibatch: Minibatch, layout: Layout, *, gradient: bool) -> None:
+        """Plan this rank's share of a pass over a minibatch."""
+        tokens = int(minibatch.laid_lengths(layout).sum()) // self.count
+        self.progress.plan(tokens, gradient=gradient)
 
     def budget(self, limit: int, lengths: Callable[[], Array]) -> int:
         """Return tokens of a forward pass, `limit` at most, so that every rank gets some of them.

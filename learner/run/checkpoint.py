@@ -42,6 +42,11 @@ class Checkpoints:
         history.finish_going_back(self.directory, newest)
         return newest[0]
 
+    def untouched(self, newest: Path) -> CheckpointEvaluation | None:
+        """Return the result of an evaluation of the model before the first step; None if this
+        checkpoint is of a later one, or was not evaluated."""
+        return history.evaluation_of(newest) if history.numbers(newest)["take"] == 0 else None
+
     def due(self, take: int, evaluated: bool) -> bool:
         """Return True if one is due at `take`; `evaluated`: an evaluation of it was asked for."""
         every = (self.settings.every, self.settings.keep_every)
@@ -100,6 +105,9 @@ class Checkpoints:
         lasting = set(history.best(found)[: self.settings.keep_best])
         if self.settings.keep_best:
             lasting |= set(self._with_weights({asked.changed_take for asked in state.pending}))
+            # the untouched model is the one to compare with, however much better others become
+            first = [path for path, manifest in history.distinct(found) if manifest.step == 0]
+            lasting |= {path for path in first if history.evaluation_of(path) is not None}
         if every := self.settings.keep_every:
             steps = [(path, manifest.step) for path, manifest in history.distinct(found)]
             lasting |= {path for path, step in steps if step and step % every == 0}

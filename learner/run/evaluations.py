@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 
+from evolver_async.checkpoint.history import CheckpointEvaluation
 from evolver_async.config import Config
 from evolver_async.config.sections.run import EvalConfig, EvalSetConfig
 from evolver_async.metrics.writer import Metrics
@@ -79,6 +80,12 @@ class EvaluationTracker:
         asked = PendingEvaluation(*weights, stage, episodes, due, state.progress())
         state.pending = [other for other in state.pending if other.version != asked.version]
         state.pending.append(asked)
+
+    def know(self, state: LearnerState, found: CheckpointEvaluation) -> None:
+        """Take over the result of the untouched model, which a resume at step 0 need not repeat."""
+        for asked in [one for one in state.pending if (one.version, one.changed_take) == (0, 0)]:
+            state.pending.remove(asked)
+            state.eval_success = found.success
 
     def ask_again(
         self, state: LearnerState, stages: Callable[[int], Config]
@@ -154,6 +161,7 @@ class EvaluationTracker:
                 "eval/version": float(result.weights.step),
                 "eval/stage": float(asked.stage),
                 "time_s": seconds,
+                **{f"eval/reward/{name}": value for name, value in result.terms.items()},
                 **asked.progress,
             }
             for one in result.sets:
@@ -174,6 +182,7 @@ def _set_values(result: SetResult) -> dict[str, float]:
         f"{prefix}/turns_mean": result.turns_mean,
         f"{prefix}/episodes": float(result.episodes),
         f"{prefix}/distinct": float(result.distinct),
+        **{f"{prefix}/reward/{name}": value for name, value in result.terms.items()},
     }
     if result.tasks:
         values[f"{prefix}/best@{k}"] = result.best_success

@@ -11,6 +11,7 @@ from evolver_async.config.load import stage_config
 from evolver_async.launch.registry import resolve
 from evolver_async.launch.run_directory import config_of
 from evolver_async.model import lora, policy
+from evolver_async.model.precision import stored_dtype
 from evolver_async.weights.lora_receiver import whole
 
 
@@ -27,9 +28,10 @@ def export(run_dir: Path, out: Path, step: int | str | None = None) -> str:
     chosen, manifest = history.choose(
         run_dir / "checkpoints", config.run.name or run_dir.name, step
     )
-    model = policy.load_model(settings.path, dtype=settings.dtype, device="cpu")
+    dtype = stored_dtype(settings.decided_dtype, config.learner.device)
+    model = policy.load_model(settings.path, dtype=dtype, device="cpu")
     tensors = shards.read(chosen, "model")
-    policy.load_state(model, whole(tensors, settings))
+    policy.load_state(model, whole(tensors, settings, dtype))
     policy.export(model, out, settings.path)
     resolve("manual")(stage_config(config, len(config.stages) - 1), out)
     line = f"wrote {out}: the policy after step {manifest.step} of {run_dir}"

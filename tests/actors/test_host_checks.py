@@ -64,7 +64,7 @@ def test_a_variable_that_an_actor_lacks_is_named_with_its_key(
         ("eval.sets.far.env.name=not_here:Env", r"env\.name: cannot import 'not_here:Env'"),
         ("rollout.agent=not_here:play", r"rollout\.agent: cannot import 'not_here:play'"),
         ("judge.kind=not_here:judge", r"judge\.kind: cannot import 'not_here:judge'"),
-        ("rollout.reward_terms=[not_here:term]", r"rollout\.reward_terms: .*'not_here:term'"),
+        ("reward=[not_here:term]", r"reward\.terms\[0\]: .*'not_here:term'"),
         ("rollout.format=not_here:style", r"rollout\.format: cannot import 'not_here:style'"),
     ],
 )

@@ -18,8 +18,10 @@ from actors.judge.judge import Judge, JudgedEpisode
 from actors.judge.own import OwnJudge
 from actors.postprocess import ActorComponents
 from actors.questioning.grade import Grade
+from actors.rewards.scorer import RewardScorer
 from actors.rollout.group import run_group
-from evolver_async.config import Config, ConfigError, JudgeConfig
+from evolver_async.config import Config, ConfigError, JudgeConfig, RewardConfig
+from evolver_async.config.sections.reward import TermConfig
 from evolver_async.protocol import messages, trajectories
 from evolver_async.protocol.transcripts import Turn
 from evolver_async.schema import Task, TurnFlag
@@ -360,25 +362,35 @@ def test_an_unreadable_group_of_one_is_a_failure_only_where_nothing_was_read(
     assert len(components.failures.totals()) == failures
 
 
-def test_a_failing_reward_term_is_named_as_such(run: Callable[..., None]) -> None:
-    def broken(episode: JudgedEpisode) -> float:
-        raise KeyError("turns")
+def test_terms_make_the_reward_that_judge_and_experience_see(run: Callable[..., None]) -> None:
+    buffer, court = Buffer((0.0, granted())), Court()
+    terms = [TermConfig("tool_calls"), TermConfig("success", 2.0), TermConfig("env", 0.5)]
+    scorer = RewardScorer(Config(reward=RewardConfig(terms, "total", 2.4)))
+    run(buffer, Walker(), 60.0, ActorComponents(judge=court, scorer=scorer))
+    pushes = buffer.seen(messages.Push)
+    one = pushes[0].trajectory
+    assert one.terms == {"tool_calls": 0.0, "success": 1.0, "env": one.terms["env"]}
+    assert one.reward == pytest.approx(2.0 + 0.5 * one.terms["env"])
+    assert sum(one.turn_rewards.tolist()) == pytest.approx(one.reward)
+    assert {episode.reward for episode in court.heard} == {p.trajectory.reward for p in pushes}
+    assert one.success == (one.reward >= 2.4) == court.heard[0].success
 
-    buffer, components = Buffer((0.0, granted())), ActorComponents(reward_terms={"mine:f": broken})
-    run(buffer, Walker(), 60.0, components)
-    assert not buffer.seen(messages.Push)
-    (total,) = components.failures.totals()
-    assert (total.kind, total.name) == ("reward", "rollout.reward_terms")
-    assert str(total).endswith("last: rollout.reward_terms: mine:f failed: KeyError: 'turns'")
 
-
-def test_a_reward_term_that_leads_beyond_the_largest_reward_does_not_end_the_actor(
-    run: Callable[..., None],
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("raises", "raises failed: KeyError: 'turns'"),
+        ("enormous", "enormous, env led to a reward of 1e+09, the largest that safety.max_reward"),
+    ],
+)
+def test_a_failing_reward_term_is_named_and_does_not_end_the_actor(
+    run: Callable[..., None], name: str, problem: str
 ) -> None:
-    terms = {"mine:f": lambda episode: 1e9}
-    buffer, components = Buffer((0.0, granted())), ActorComponents(reward_terms=terms)
+    scorer = RewardScorer(Config(reward=RewardConfig([TermConfig(f"own_rewards:{name}")])))
+    buffer, components = Buffer((0.0, granted())), ActorComponents(scorer=scorer)
     run(buffer, Walker(), 60.0, components)
     assert not buffer.seen(messages.Push)
     (total,) = components.failures.totals()
-    assert (total.kind, total.name) == ("reward", "rollout.reward_terms")
-    assert "mine:f led to a reward of 1e+09, the largest that safety.max_reward" in str(total)
+    assert (total.kind, total.name) == ("reward", "reward.terms")
+    assert problem.replace(", env", "") in str(total)

@@ -1,12 +1,18 @@
 """Speed of the torch engine: against transformers' `generate`, and in the pattern of training.
 
     OMP_NUM_THREADS=1 python tests/benchmarks/bench_engine.py
+    OMP_NUM_THREADS=1 python tests/benchmarks/bench_engine.py --model models/SmolLM2-135M-Instruct
+
+With `--model` batches of 16 and 64 take turns; `--bfloat16` adds our engine with its products in
+bfloat16, whose speed is also given beside that in float32. Ratios are also of processor time, which
+other programs disturb less.
 
 Both sides sample from the plain softmax at temperature 1 on one thread; ours returns log-probs
 too. The two take turns; the ratio is the median over rounds, of each of which the best of two calls
 of either side counts, because the machine is shared.
 """
 
+import argparse
 import asyncio
 import statistics
 import tempfile
@@ -20,9 +26,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from actors.engines.base import Request
 from actors.engines.torch_engine import TorchEngine
 from evolver_async.model.policy import load_model, load_tokenizer, make_tiny
+from evolver_async.model.precision import load_policy
 from evolver_async.schema import WeightId
 
 BATCH, PROMPT, NEW, ROUNDS = 16, 32, 128, 8
+MODEL_BATCHES, MODEL_NEW, MODEL_ROUNDS = (16, 64), 32, 3
 CALLS = 2  # of either side in a round, of which the faster one counts
 EPISODES, TURNS, TURN_TOKENS, FIRST_PROMPT = 64, 8, 28, 60
 REQUIRED = {(64, 2): 2.5, (128, 2): 2.0, (256, 4): 1.6}  # ratio by hidden size and layers
@@ -40,33 +48,33 @@ def make_engine(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> T
     )
 
 
-async def ours(engine: TorchEngine, prompts: torch.Tensor) -> float:
+async def ours(engine: TorchEngine, prompts: torch.Tensor, new: int = NEW) -> float:
     """Tokens/s of one batch of fresh prompts."""
     start = time.perf_counter()
     requests = [
-        Request(tokens=row, max_tokens=NEW, temperature=1.0, session=str(index), seed=index)
+        Request(tokens=row, max_tokens=new, temperature=1.0, session=str(index), seed=index)
         for index, row in enumerate(prompts.tolist())
     ]
     await asyncio.gather(*(engine.generate(request) for request in requests))
     seconds = time.perf_counter() - start
     for request in requests:
         engine.release(request.session)
-    return BATCH * NEW / seconds
+    return len(prompts) * new / seconds
 
 
 @torch.inference_mode()
-def theirs(model: Any, prompts: torch.Tensor) -> float:
+def theirs(model: Any, prompts: torch.Tensor, new: int = NEW) -> float:
     start = time.perf_counter()
     model.generate(
         prompts,
         attention_mask=torch.ones_like(prompts),
         do_sample=True,
         top_k=0,
-        max_new_tokens=NEW,
-        min_new_tokens=NEW,
+        max_new_tokens=new,
+        min_new_tokens=new,
         pad_token_id=0,
     )
-    return BATCH * NEW / (time.perf_counter() - start)
+    return len(prompts) * new / (time.perf_counter() - start)
 
 
 async def compare(
@@ -119,8 +127,51 @@ async def episodes(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -
     return f"{best:.0f} episodes/s ({best * TURNS:.0f} turns/s), model forward {share:.0%}"
 
 
+async def compare_model(path: str, batch: int, with_short: bool) -> None:
+    """Print the medians of alternating rounds of a model's engines and its `generate`."""
+    model, tokenizer = load_model(path, dtype="float32", device="cpu"), load_tokenizer(path)
+    engines = {"float32": make_engine(model, tokenizer)}
+    if with_short:
+        short = load_policy(path, dtype="bfloat16", device="cpu")
+        engines["bfloat16"] = make_engine(short, tokenizer)
+    sides = [*engines, "generate"]
+    wall, spent = ({side: list[float]() for side in sides} for _ in range(2))
+    for round_ in range(-1, MODEL_ROUNDS):  # the first one warms up
+        generator = torch.Generator().manual_seed(round_ + 1)
+        prompts = torch.randint(0, len(tokenizer), (batch, PROMPT), generator=generator)
+        for side in sides:
+            start = time.process_time()
+            if side == "generate":
+                speed = theirs(model, prompts, MODEL_NEW)
+            else:
+                speed = await ours(engines[side], prompts, MODEL_NEW)
+            if round_ >= 0:
+                wall[side].append(speed)
+                spent[side].append(time.process_time() - start)
+    for engine in engines.values():
+        await engine.close()
+
+    def ratio(one: str, other: str) -> str:
+        speeds = [a / b for a, b in zip(wall[one], wall[other], strict=True)]
+        times = [b / a for a, b in zip(spent[one], spent[other], strict=True)]
+        return f"{statistics.median(speeds):.2f} ({statistics.median(times):.2f} by processor time)"
+
+    said = ", ".join(f"{side} {statistics.median(wall[side]):.0f}" for side in sides)
+    print(f"batch {batch}: tokens/s {said}; beside generate {ratio('float32', 'generate')}")
+    if with_short:
+        print(f"batch {batch}: bfloat16 beside float32 {ratio('bfloat16', 'float32')}")
+
+
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", default="", help="a model's directory")
+    parser.add_argument("--bfloat16", action="store_true", help="products in bfloat16, too")
+    arguments = parser.parse_args()
     torch.set_num_threads(1)
+    if arguments.model:
+        for batch in MODEL_BATCHES:
+            asyncio.run(compare_model(arguments.model, batch, arguments.bfloat16))
+        return
     for (hidden, layers), required in REQUIRED.items():
         with tempfile.TemporaryDirectory() as directory:
             make_tiny(

@@ -89,8 +89,10 @@ def test_config_prints_what_would_run(
     out = capsys.readouterr().out
     resolved = tmp_path / "resolved.yaml"
     resolved.write_text(out)
-    assert load(resolved) == load(recipe, changes), "what is printed is a recipe itself"
-    for part in ("a learner of 2 ranks, 3 actors", "stage 0: rl in bandit, until 5", "# steps: 5"):
+    chosen = load(recipe, [*changes, "rollout.format=think_answer"])
+    assert load(resolved) == chosen, "what is printed is a recipe itself, with `auto` resolved"
+    stage = "stage 0: rl in bandit by think_answer turns, until 5"
+    for part in ("a learner of 2 ranks, 3 actors", stage, "# steps: 5"):
         assert part in out
     assert not (tmp_path / "runs").exists()
 
@@ -102,8 +104,12 @@ def test_config_prints_what_every_stage_overrides(
     change = f"stages=[{{kind: rl, steps: 5}}, {{kind: rl, steps: 7, override: {{{own}}}}}]"
     assert main(["config", str(recipe), change]) == 0
     out = capsys.readouterr().out
-    assert "# stage 0: rl in frozen_lake, until 5 steps, each step of 32 groups of 8\n" in out
-    assert "# stage 1: rl in bandit, until 7 steps, each step of 16 groups of 4\n" in out
+    turns = "think_answer turns"
+    for stage in (
+        f"0: rl in frozen_lake by {turns}, until 5 steps, each step of 32 groups of 8",
+        f"1: rl in bandit by {turns}, until 7 steps, each step of 16 groups of 4",
+    ):
+        assert f"# stage {stage}\n" in out
     assert "# steps: 12\n" in out
 
 

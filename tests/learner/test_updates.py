@@ -26,7 +26,10 @@ from evolver_async.model import policy
 from evolver_async.schema import (
     Group,
     Role,
+    TurnFlag,
 )
+from learner.advantage.group_relative import EstimatorInput
+from learner.advantage.rewards import Rewards
 from learner.diagnostics.offpolicy import Accounting
 from learner.loss.correction import ActionTokens, Corrected, decoupled
 from learner.optimize import updates as under_test
@@ -694,3 +697,71 @@ def test_a_resume_repeats_a_guided_step_bit_for_bit(tiny, tmp_path):
     again.restore(tmp_path / "c")
     results = [step(one, guided_groups(4), take=1).metrics for one in (made, again)]
     assert results[0] == results[1] and same(made.model, again.model)
+
+
+def oracle(rewards: Rewards, given: EstimatorInput, settings: AdvantageConfig) -> Any:
+    """Advantages that are parameters, by trajectory."""
+    return np.array(settings.params["values"])[rewards.trajectory_U], given.baseline
+
+
+def masked_config(tiny: Path, **changes: Any) -> Any:
+    settings = guided_config(tiny, "none", minibatches=1)
+    settings.experience.kind = "none"
+    settings.loss = replace(settings.loss, **changes)
+    return settings
+
+
+@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "sequence_sum_norm"])
+@pytest.mark.parametrize("packing", [True, False])
+def test_a_masked_episode_gives_no_gradient_and_counts_in_its_groups_baseline(
+    tiny, tmp_path, aggregation, packing
+):
+    """As slow: the step on the others alone, with advantages computed by hand from all."""
+    data = guided_groups(2)
+    for group in data:
+        group.trajectories[3].turn_flags[-1] = TurnFlag.CUT
+        group.trajectories[2].turn_flags[0] = TurnFlag.CUT  # not the last turn: it trains
+    settings = masked_config(tiny, mask_truncated=True, aggregation=aggregation)
+    settings.learner.packing = packing
+    made = updater(settings, tmp_path)
+    result = step(made, data)
+    assert result.metrics["train/masked_truncated"] == 0.25
+
+    values = []
+    for group in data:
+        rewards = np.array([one.reward for one in group.trajectories])
+        advantages = (rewards - rewards.mean()) / (rewards.std() + 1e-6)
+        values += advantages[:3].tolist()
+        group.trajectories = group.trajectories[:3]
+    again = masked_config(tiny, aggregation=aggregation)
+    again.learner.packing = packing
+    again.advantage = AdvantageConfig(kind=f"{__name__}:oracle", params={"values": values})
+    slow = updater(again, tmp_path)
+    expected = step(slow, data)
+    assert result.metrics["loss/policy"] == pytest.approx(expected.metrics["loss/policy"], rel=1e-4)
+    assert result.tokens == expected.tokens and result.trained == expected.trained
+    for name, tensor in policy.state_tensors(slow.model).items():
+        assert torch.allclose(policy.state_tensors(made.model)[name], tensor, atol=1e-5), name
+
+
+def test_a_group_of_masked_episodes_alone_is_filtered_as_truncated(tiny, tmp_path):
+    data = guided_groups(2)
+    for one in data[1].trajectories:
+        one.turn_flags[-1] = TurnFlag.FULL
+    made = updater(masked_config(tiny, mask_truncated=True), tmp_path)
+    result = step(made, data)
+    assert result.trained == [data[0].group_id]
+    assert result.filtered == {"truncated": [data[1].group_id]}
+    before = {name: one.clone() for name, one in policy.state_tensors(made.model).items()}
+    nothing = step(made, data[1:], take=1)
+    assert (nothing.updates, nothing.trained) == (0, [])
+    after = policy.state_tensors(made.model)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_switched_off_the_mask_is_inert(tiny, tmp_path):
+    data = guided_groups(2)
+    data[0].trajectories[3].turn_flags[-1] = TurnFlag.CUT
+    made = updater(masked_config(tiny), tmp_path)
+    result = step(made, data)
+    assert len(result.trained) == 2 and "train/masked_truncated" not in result.metrics

@@ -1,6 +1,7 @@
 """Configurations, trajectories and a service on a journal directory: what buffer tests share."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from episodes import episode
@@ -69,6 +70,7 @@ def trajectory(
     reward: float = 0.0,
     attempt: int | None = None,
     guided: bool = False,
+    **facts: Any,
 ) -> Trajectory:
     """A member of this ticket: one PROMPT token, then ACTION tokens, in one turn.
 
@@ -93,8 +95,8 @@ def trajectory(
         member=member,
         attempt=ticket.attempt if attempt is None else attempt,
         reward=reward,
-        success=reward > 0,
         policy="learned" if learned else "scripted",
+        **({"success": reward > 0} | facts),
     )
 
 

@@ -6,27 +6,28 @@ Runs of the recipes take seconds. `OPTIONS` are keys with values that differ fro
 import json
 import random
 import re
-import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from actors.judge.judge import JudgedEpisode
 from evolver_async.config import Config
 from evolver_async.config.load import load
 from evolver_async.launch.creation import create
 
 BANDIT = """
 env: {name: bandit, params: {high_probability: 0.5}}
-rollout: {group_size: 4, max_turns: 1, max_tokens: 4, reward_terms: ["drawn_options:varied_reward"]}
+rollout: {group_size: 4, max_turns: 1, max_tokens: 4}
+reward: ["own_rewards:varied"]
 """
 LAKE = """
 env: {name: frozen_lake, params: {size: 3}}
-rollout: {group_size: 4, max_turns: 3, max_tokens: 6, reward_terms: ["drawn_options:varied_reward"]}
+rollout: {group_size: 4, max_turns: 3, max_tokens: 6}
+reward: ["own_rewards:varied"]
 """
 WORKSHOP = """
 env: {name: workshop}
-rollout: {group_size: 4, max_turns: 3, max_tokens: 6, reward_terms: ["drawn_options:varied_reward"]}
+rollout: {group_size: 4, max_turns: 3, max_tokens: 6}
+reward: ["own_rewards:varied"]
 """
 COMMON = """
 policy: {max_length: 1536, hidden_size: 16, layers: 1, heads: 2, intermediate_size: 32}
@@ -131,11 +132,6 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
 OWN = ("selection.", "advantage.", "correction.", "loss.")  # may be the last stage's alone
 SOME = 8  # options of one run, about
 KEY = re.compile(r"\b[a-z_]+\.[a-z_]+|\bstages\[")
-
-
-def varied_reward(episode: JudgedEpisode) -> float:
-    """A reward that the text decides: untrained policies would earn the same in every episode."""
-    return (zlib.crc32("".join(turn.text for turn in episode.turns).encode()) % 5) / 4
 
 
 def finite_rows(run_dir: Path) -> list[dict[str, Any]]:

@@ -54,15 +54,6 @@ def no_format(*, think: bool, actions_per_turn: int) -> ThinkAnswer:
     ThinkAnswer(think=think, actions_per_turn=actions_per_turn)  # pyright: ignore
 
 
-def bonus(episode: JudgedEpisode) -> float:
-    """A reward that no environment gives."""
-    return 100.0
-
-
-def broken_bonus(episode: JudgedEpisode) -> float:
-    return float("nan")
-
-
 def sink(row: Mapping[str, Any], run_dir: Path) -> None:
     with open(run_dir / "sink.jsonl", "a") as file:
         file.write(json.dumps({"step": row["step"]}) + "\n")

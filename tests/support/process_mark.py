@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 STARTS = frozenset(("subprocess.Popen", "os.posix_spawn"))  # others ask the system, as uname does
-WHOLE_RUNS = {"faults", "gpu", "ray", "system", "vllm"}
+WHOLE_RUNS = {"faults", "gpu", "model", "ray", "system", "vllm"}
 started: list[str] = []
 
 

@@ -26,7 +26,7 @@ rollout:
   max_turns: 1
   max_tokens: 4
   format: own_functions:Shouted
-  reward_terms: ["own_functions:bonus"]
+reward: ["own_rewards:bonus"]
 actors: {count: 1, groups: 4}
 buffer: {sampler: "own_functions:last_in"}
 judge: {kind: "own_functions:praise"}
@@ -42,7 +42,6 @@ launch: {kind: serial}
 """
 KEYS = {
     "rollout.format": "Shouted",
-    "rollout.reward_terms": "bonus",
     "buffer.sampler": "last_in",
     "judge.kind": "praise",
     "selection.kind": "first_two",
@@ -62,9 +61,12 @@ def check(run_dir: Path) -> None:
     found = rows(run_dir)
     assert len(found) == 4
     for row in found:
-        assert row["train/reward_mean"] > 90  # the bonus
+        assert row["train/reward_mean"] > 90 and row["train/reward/bonus"] == 100.0
         assert row["selection/kept_share"] == 0.5
         assert row["judge/good_share"] == 1.0
+    every = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
+    (evaluated,) = [row for row in every if "eval/success" in row]
+    assert evaluated["eval/reward/bonus"] == 100.0 and evaluated["eval/reward_mean"] > 90
     sent = [json.loads(line)["step"] for line in (run_dir / "sink.jsonl").read_text().splitlines()]
     assert {row["step"] for row in found} <= set(sent)
 
@@ -94,7 +96,7 @@ def test_every_key_takes_a_function_in_processes_with_two_ranks(tmp_path, monkey
         ("builtins:max", "'builtins:max' does not take ("),  # it has no signature
     ],
 )
-@pytest.mark.parametrize("key", KEYS)
+@pytest.mark.parametrize("key", [*KEYS, "reward.terms"])
 def test_an_unfit_function_is_refused_before_the_start(tmp_path, key, name, problem) -> None:
     recipe = tmp_path / "own.yaml"
     recipe.write_text(RECIPE)
@@ -131,8 +133,8 @@ def test_built_in_names_are_resolved_without_an_import() -> None:
 
 def test_a_reward_term_without_a_number_is_reported(tmp_path) -> None:
     """Its episodes are played again, in vain: the run stops and says why."""
-    with pytest.raises(TrainingError, match="own_functions:broken_bonus returned nan"):
-        trainer(tmp_path, RECIPE)("run", "rollout.reward_terms=[own_functions:broken_bonus]")
+    with pytest.raises(TrainingError, match="broken_bonus returned nan"):
+        trainer(tmp_path, RECIPE)("run", "reward=[own_rewards:broken_bonus]")
 
 
 def test_an_exception_of_a_function_names_its_key() -> None:

@@ -8,6 +8,7 @@ from transformers import PreTrainedModel
 from actors.engines.decoding.fused import FusedDecoder
 from actors.engines.decoding.kv_slots import Slots
 from evolver_async.model.policy import split_model
+from evolver_async.model.products import forget
 
 
 class SlotModel:
@@ -33,6 +34,8 @@ class SlotModel:
 
     def renew(self) -> None:
         """Note that the model has other weights."""
+        for weight in self._model.parameters():
+            forget(weight)
         if self._fused is not None:
             self._fused.renew()
 

@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 from actors.engines.decoding.kv_slots import Slots
 from actors.engines.decoding.linears import Linear, Linears
 from evolver_async.memory.bounds import MAX_COPIED
+from evolver_async.model.products import ShortLinear
 
 ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 ROPE_TYPES = ("default", "linear", "llama3")  # rotations that depend on positions only
@@ -194,10 +195,10 @@ class FusedDecoder:
             norm=layer.input_layernorm.weight,
             inner=Linears(inner, self._copied),
             head_norms=self._head_norms(attention),
-            out=Linear(out.weight, out.bias, self._copied),
+            out=Linear(out.weight, out.bias, self._copied, isinstance(out, ShortLinear)),
             mlp_norm=layer.post_attention_layernorm.weight,
             gates=Linears([mlp.gate_proj, mlp.up_proj], self._copied),
-            down=Linear(down.weight, down.bias, self._copied),
+            down=Linear(down.weight, down.bias, self._copied, isinstance(down, ShortLinear)),
         )
 
     def _head_norms(self, attention: Any) -> Tensor | None:

@@ -71,7 +71,7 @@ class AgentEvolver(Env):
         self.names = self.splits or {"train": "train", "test": "test"}
         self.lease: ServiceLease | None = None
         self.instructions = f"act in {self.env_type} ."
-        self.plain_instructions = f"Act in the environment {self.env_type} to solve the task."
+        self.plain_instructions = ""  # until the service's own system message
 
     def probe(self) -> None:
         try:
@@ -172,6 +172,8 @@ class AgentEvolver(Env):
 class AgentEvolverCode(AgentEvolver):
     """Environment whose actions are Python code, as AppWorld's: a call of `python` is sent as a
     fenced block, an answer as text. Its parameters are the same."""
+
+    turn_format = "tool_call"
 
     def tools(self) -> list[dict[str, Any]]:
         return [TOOL]

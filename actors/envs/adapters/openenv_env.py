@@ -56,7 +56,7 @@ class OpenEnv(Env):
             raise ValueError("action: an action without action_key is the whole object")
         self.longest_call_s = 2 * self.timeout_s
         self.package = required("openenv.core.generic_client", "url", "openenv-core")
-        self.plain_instructions = self.instructions or "Act in the environment to reach its goal."
+        self.plain_instructions = self.instructions  # the server's first observation says the task
         self.instructions = self.instructions or "act in the environment ."
         self.client: Any = None
 

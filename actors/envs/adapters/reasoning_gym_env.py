@@ -68,7 +68,7 @@ class ReasoningGym(Env):
             self._made(0)
         except (TypeError, ValueError, AssertionError) as error:
             raise ValueError(f"kwargs: {error}") from error
-        self.plain_instructions = self.instructions or "Answer the question."
+        self.plain_instructions = self.instructions  # the question itself says how to answer
         self.instructions = self.instructions or "answer the question ."
 
     def probe(self) -> None:

@@ -51,7 +51,7 @@ class TextArena(Env):
     def __post_init__(self) -> None:
         self.package = required("textarena", "id", "textarena")
         words = self.instructions
-        self.plain_instructions = words or "Play the game by the rules below, and win it."
+        self.plain_instructions = words  # the game's first message states its rules
         self.instructions = words or "play the game ."
         registration = importlib.import_module("textarena.envs.registration")
         if f"{self.id}-raw" not in registration.ENV_REGISTRY:

@@ -45,7 +45,7 @@ class Verifiers(Env):
         if self.first < 1:
             raise ValueError(f"first: {self.first} is not positive")
         self.package = _package()
-        self.plain_instructions = self.instructions or "Answer the question."
+        self.plain_instructions = self.instructions  # the question itself says how to answer
         self.instructions = self.instructions or "answer the question ."
 
     def probe(self) -> None:

@@ -77,6 +77,7 @@ class Bookings(Env):
     its refused call number `attempts`. ValueError names the parameter that is out of range.
     """
 
+    turn_format = "tool_call"
     instructions = INSTRUCTIONS
 
     secret: int = 0

@@ -165,6 +165,7 @@ class WebShop(Env):
 class ToolShop(WebShop):
     """WebShop with calls of the tools `search` and `click` as actions."""
 
+    turn_format = "tool_call"
     instructions = GOAL
     plain_instructions = PLAIN_GOAL
     refusal = "error: no such button on this page, or not the argument that the tool takes\n"

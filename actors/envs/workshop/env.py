@@ -165,6 +165,7 @@ class Workshop(Env):
 class ToolWorkshop(Workshop):
     """Workshop with calls of the tool `work` as actions."""
 
+    turn_format = "tool_call"
     refusal = "error: no such action\n"
 
     def tools(self) -> list[dict[str, Any]]:

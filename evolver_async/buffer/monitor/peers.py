@@ -1,13 +1,16 @@
 """Per-process activity: last contact, throughput, reason for waiting."""
 
+import math
 import sys
 from collections import deque
 from collections.abc import Iterator
 from itertools import chain
+from typing import Literal
 
 import msgspec
 
 from evolver_async.metrics.activity import ACTOR, GENERATIONS, HOST_CPU_SHARE, TOTALS
+from evolver_async.protocol.messages import Beat
 from evolver_async.schema import WeightId
 
 WINDOW_S = 60.0
@@ -17,6 +20,9 @@ METRICS = 256  # names that are counted; later ones are left out
 NAME_CHARS = 100  # of a metric
 REASON_CHARS = 500
 PAUSE = "pause"  # name under which a paused learner waits
+# heard: by its requests; moving: its count changes; busy: only its processors are in use; stuck: it
+# beats, and neither is so; silent: it sends nothing.
+Condition = Literal["heard", "moving", "busy", "stuck", "silent"]
 LARGEST, LARGEST_COUNT = sys.float_info.max, 2**63 - 1  # what a reply can carry
 
 
@@ -30,6 +36,8 @@ class Peer(msgspec.Struct):
     `behind_since`: the time since which its `weights` have been too old and the same.
     `held`: the newest weights that its process has held; `visible`: that it could fetch.
     `failed`: the last failure that it reported, and the time of that report.
+    `beat`: its newest heartbeat, and the times of the last beat, of the last with another count,
+    and of the last that said busy.
     """
 
     first: float
@@ -51,6 +59,10 @@ class Peer(msgspec.Struct):
     host: str = ""
     host_cpu_share: float | None = None  # of its newest gauges
     gauges_due: float = 0.0  # time from which its next gauges are recorded
+    beat: Beat | None = None
+    beat_at: float = -math.inf
+    moved_at: float = -math.inf
+    busy_at: float = -math.inf
 
     def count(self, tokens: int, now: float) -> None:
         """Count a trajectory with so many ACTION tokens."""
@@ -65,6 +77,7 @@ class Peer(msgspec.Struct):
 
     def greet(self) -> None:
         """Note a new process: its tokens count from 0, it holds and waits for nothing yet."""
+        self.beat, self.beat_at, self.moved_at, self.busy_at = None, *[-math.inf] * 3
         self.held = self.visible = None
         self.joining = True
         self.waits, self.doing, self.behind_since = {}, None, None
@@ -79,6 +92,36 @@ class Peer(msgspec.Struct):
         before = generated if self.reported is None else self.reported
         self.generated += generated - before if generated >= before else generated
         self.reported = generated
+
+    def take_in(self, beat: Beat, now: float) -> None:
+        """Note a heartbeat; one of an earlier process of this name is ignored."""
+        before = self.beat
+        if before is not None and beat.incarnation < before.incarnation:
+            return
+        if before is None or beat.incarnation > before.incarnation:
+            self.moved_at = self.busy_at = now
+        elif (beat.count, beat.phase) != (before.count, before.phase):
+            self.moved_at = now
+        if beat.busy:
+            self.busy_at = now
+        self.beat, self.beat_at = beat, now
+
+    def condition(self, now: float, within_s: float) -> tuple[Condition, float]:
+        """Return the condition of the process, and the seconds for which it shows no progress."""
+        if now - self.seen <= within_s:
+            return "heard", 0.0
+        if now - self.beat_at > within_s:
+            return "silent", now - max(self.seen, self.beat_at)
+        if now - self.moved_at <= within_s:
+            return "moving", 0.0
+        if now - self.busy_at <= within_s:
+            return "busy", now - self.moved_at
+        return "stuck", now - max(self.moved_at, self.busy_at)
+
+    @property
+    def phase(self) -> str:
+        """The activity that its last heartbeat names, "" without one."""
+        return self.beat.phase[:REASON_CHARS] if self.beat is not None else ""
 
     def hold(self, weights: WeightId | None, behind: bool, now: float) -> None:
         """Note its weights; `behind`: it should have newer ones."""
@@ -106,6 +149,8 @@ class Activity:
     `learner` is the one that last asked for a take. `departed` and `departed_tokens` hold the sums
     of actors that were restarted, or forgotten for good: totals never fall. A silent actor is not
     missed any more, but its reports are kept, as it may come back and report the same totals.
+    `granted`: time of the first ticket. `data_from`: members that were done when the learner began
+    to wait for its take; `data_s`: the seconds for which it waited for its last take.
     """
 
     def __init__(self, began: float = 0.0) -> None:
@@ -113,6 +158,9 @@ class Activity:
         self.peers: dict[str, Peer] = {}  # the longest silent first
         self.actors: set[str] = set()
         self.learner: str | None = None
+        self.granted: float | None = None
+        self.data_from = 0
+        self.data_s = 0.0
         self.metrics: dict[str, None] = {}  # names, in the order of their first report
         self.departed: dict[str, float] = {}
         self.departed_tokens = 0
@@ -126,6 +174,24 @@ class Activity:
         if len(self.peers) > PEERS:
             self._drop(next(other for other in self.peers if other != self.learner))
         return peer
+
+    def beat(self, name: str, beat: Beat, now: float) -> str:
+        """Note a heartbeat; return the reason if it is refused, else ""."""
+        if not (0 <= beat.share <= 1 and 0 <= beat.step_s < math.inf):
+            return f"share, step_s: {beat.share}, {beat.step_s}"
+        peer = self.peers.get(name) or self.seen(name, now)
+        peer.take_in(beat, now)
+        if beat.role == "learner" and self.learner is None:
+            self.learner = name
+        return ""
+
+    def worked_at(self) -> float:
+        """Return the time of the last work of an actor, by its heartbeats and trajectories."""
+        last = -math.inf
+        for peer in (self.peers[name] for name in self.actors):
+            arrived = peer.bins[-1][0] if peer.bins else -math.inf
+            last = max(last, peer.moved_at, peer.busy_at, arrived)
+        return last
 
     def forget(self, now: float) -> None:
         """Forget silent processes: participants after an hour, others after a minute."""
@@ -257,7 +323,11 @@ class Activity:
         """Describe the learner and the time since its last request."""
         if self.learner is None:
             return "the learner, not heard yet"
-        return f"{self.learner}, last heard {now - self.peers[self.learner].seen:.1f} s ago"
+        peer = self.peers[self.learner]
+        heard = f"last heard {now - max(peer.seen, peer.beat_at):.1f} s ago"
+        if peer.beat is None or not peer.beat.step_s:
+            return f"{self.learner}, {heard}"
+        return f"{self.learner}, {heard} in step {peer.beat.step}, {peer.phase}"
 
 
 def _newest(one: WeightId | None, other: WeightId | None) -> WeightId | None:

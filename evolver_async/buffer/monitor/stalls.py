@@ -1,7 +1,8 @@
 """Stalls: processes without progress, their reasons and durations, for STATUS, log and metrics.
 
 Pure: time is an argument. Members, actors, weights and the learner are examined; a process that is
-not listed makes progress, waits for one that is, or is paused.
+not listed makes progress, waits for one that does or that is listed, or is paused. A process whose
+heartbeats come is stuck only if its count stands still and it uses no processor.
 """
 
 import math
@@ -13,7 +14,8 @@ from evolver_async.buffer.monitor.peers import GONE_S, PAUSE, Activity
 from evolver_async.buffer.state.leases import Leases
 from evolver_async.buffer.state.replay import Replay
 
-REPEAT_S = 60.0
+REPEAT_S = 60.0  # until a stall is logged again, doubled each time
+REPEAT_LIMIT_S = 960.0
 STANDSTILL_S = 3.0  # between two calls of `lines`, past which nobody could be heard meanwhile
 WAITS = {"sample": "waits for fresh data: "}
 PARKED_S = 6.0  # a parked LEASE may speak of weights that its sender has replaced since
@@ -22,77 +24,134 @@ PARKED_S = 6.0  # a parked LEASE may speak of weights that its sender has replac
 class Stall(msgspec.Struct, frozen=True):
     """A process, `who`, without progress for `for_s` seconds.
 
-    `about` (group, weights, take or life) distinguishes several stalls of one process.
+    `about` (group, weights, take or life) distinguishes several stalls of one process. `silent`:
+    nothing at all was heard of it, so it has ended, is stopped, or cannot be reached.
     """
 
     who: str
     about: str
     what: str
     for_s: float
+    silent: bool = False
 
     @property
     def text(self) -> str:
-        return f"{self.who} has made no progress for {self.for_s:.0f} s: {self.what}"
+        return stall_text(self.who, self.what, self.for_s, self.silent)
+
+
+class BusyProcess(msgspec.Struct, frozen=True):
+    """A process, `who`, whose count has stood still for `for_s` seconds while it computes."""
+
+    who: str
+    phase: str
+    for_s: float
+
+    @property
+    def text(self) -> str:
+        return f"{self.who} is busy for {self.for_s:.0f} s in {self.phase or 'one piece of work'}"
+
+
+def stall_text(who: str, what: str, for_s: float, silent: bool) -> str:
+    """Return the sentence about a stall."""
+    if silent:
+        return f"{who} was not heard for {for_s:.0f} s (stopped?): {what}"
+    return f"{who} has made no progress for {for_s:.0f} s: {what}"
 
 
 def find(
     replay: Replay, leases: Leases, activity: Activity, now: float, warn_s: float
-) -> list[Stall]:
-    """List the stalls that last longer than `warn_s`, the longest first."""
-    found = [
+) -> tuple[list[Stall], list[BusyProcess]]:
+    """List the stalls that last longer than `warn_s`, the longest first, and the busy processes."""
+    stalls: list[Stall] = []
+    busy: list[BusyProcess] = []
+    for one in (
         *_actors(leases, activity, now, warn_s),
-        *_learner(replay, activity, now, warn_s),
-    ]
-    late = [stall for stall in found if stall.for_s > warn_s]
-    return sorted(late, key=lambda stall: -stall.for_s)
+        *_learner(replay, leases, activity, now, warn_s),
+    ):
+        if one.for_s > warn_s:
+            stalls.append(one) if isinstance(one, Stall) else busy.append(one)
+    return sorted(stalls, key=lambda stall: -stall.for_s), busy
 
 
-def _actors(leases: Leases, activity: Activity, now: float, warn_s: float) -> Iterable[Stall]:
-    silent = set()
+def _actors(
+    leases: Leases, activity: Activity, now: float, warn_s: float
+) -> Iterable[Stall | BusyProcess]:
+    beside = set()  # actors whose tickets are not examined: more is known of the whole process
     groups: dict[str, list[str]] = {}
     for lease in leases:
         groups.setdefault(lease.peer, []).append(f"group {lease.group_id}")
     for name in sorted(activity.actors):
         peer = activity.peers[name]
-        if not peer.left and warn_s < now - peer.seen < GONE_S:
-            silent.add(name)
-            held = groups.get(name, [])
-            what = f"not heard; holds {', '.join(held) or 'no group any more'}"
+        if peer.left or now - peer.seen >= GONE_S:
+            continue
+        if now - peer.seen <= warn_s and peer.behind_since is None and name not in groups:
+            continue
+        condition, for_s = peer.condition(now, warn_s)
+        if condition == "heard":
+            stands = warn_s < now - peer.moved_at < math.inf
+            if name in groups and stands and now - peer.busy_at <= warn_s:
+                beside.add(name)
+                yield BusyProcess(name, peer.phase, now - peer.moved_at)
+            elif peer.behind_since is not None and (
+                now - peer.behind_since > PARKED_S and not now - peer.moved_at <= warn_s
+            ):
+                what = f"holds weights {peer.weights}, which are too old, and newer ones do not"
+                yield Stall(name, "weights", f"{what} come", now - peer.behind_since)
+            continue
+        beside.add(name)
+        held = ", ".join(groups.get(name, [])) or "no group any more"
+        if condition == "busy":
+            yield BusyProcess(name, peer.phase, for_s)
+        elif condition == "stuck":
+            what = f"stuck in {peer.phase}: its count stands still, and it uses no processor"
+            yield Stall(name, "life", f"{what}; it holds {held}", for_s)
+        elif condition == "silent":
+            what = f"holds {held}"
             if peer.joining:
                 what = "has joined and asked for no ticket yet: it loads its model, or hangs"
             if peer.doing is not None:
                 what += f"; {now - peer.doing[1]:.0f} s ago {peer.doing[0]}"
-            yield Stall(name, "life", what, now - peer.seen)
-        elif peer.behind_since is not None and now - peer.behind_since > PARKED_S:
-            what = f"holds weights {peer.weights}, which are too old, and newer ones do not come"
-            yield Stall(name, "weights", what, now - peer.behind_since)
+            yield Stall(name, "life", what, for_s, silent=True)
     for lease in leases:
-        if lease.peer not in silent:
+        if lease.peer not in beside:
             what = f"group {lease.group_id} waits for members {sorted(lease.members)}"
             if lease.doing:
                 what = f"{what}: {lease.doing}"
             yield Stall(lease.peer, f"group {lease.group_id}", what, now - lease.still_since)
 
 
-def _learner(replay: Replay, activity: Activity, now: float, warn_s: float) -> Iterable[Stall]:
+def _learner(
+    replay: Replay, leases: Leases, activity: Activity, now: float, warn_s: float
+) -> Iterable[Stall | BusyProcess]:
     at, name = replay.at, activity.learner or "learner"
-    seen, waits = activity.began, {}
-    if activity.learner is not None:
-        seen, waits = activity.peers[name].seen, activity.peers[name].waits
-    if now - seen <= warn_s:
-        for about, (reason, since) in waits.items():
-            if about == PAUSE:  # it is intended
+    if activity.learner is None:
+        yield Stall(name, "life", "has not been heard yet", now - activity.began)
+        return
+    peer = activity.peers[name]
+    condition, for_s = peer.condition(now, warn_s)
+    if condition == "heard":
+        for about, (reason, since) in peer.waits.items():
+            if about == PAUSE or now - since <= warn_s:  # a pause is intended
                 continue
-            yield Stall(name, about, f"{WAITS.get(about, '')}{reason}", now - since)
+            # It waits for actors: while one of them works, that is no stall, of neither.
+            worked_at = max((lease.progress_at for lease in leases), default=-math.inf)
+            worked_at = max(worked_at, activity.worked_at())
+            still_s = min(now - since, now - worked_at)
+            yield Stall(name, about, f"{WAITS.get(about, '')}{reason}", still_s)
         return
     taken = at.takes.get(at.next_take - 1)
-    if taken is not None and not taken.reported:
-        what = f"take {at.next_take - 1} is out and nothing is heard: stopped, or stuck in a step"
-    elif activity.learner is None:
-        what = "has not been heard yet"
-    else:
-        what = "neither asks for a take nor reports one: stopped, or writing a checkpoint"
-    yield Stall(name, "life", what, now - seen)
+    out = f"take {at.next_take - 1} is out"
+    if taken is None or taken.reported:
+        out = "it neither asks for a take nor reports one"
+    if condition == "busy":
+        yield BusyProcess(name, peer.phase, for_s)
+    elif condition == "stuck":
+        what = f"stuck in {peer.phase}: its count stands still, and it uses no processor; {out}"
+        yield Stall(name, "life", what, for_s)
+    elif condition == "silent":
+        if peer.phase:
+            out += f"; last heard in {peer.phase}"
+        yield Stall(name, "life", out, for_s, silent=True)
 
 
 class Stalls:
@@ -101,7 +160,10 @@ class Stalls:
     def __init__(self, replay: Replay, leases: Leases, activity: Activity, warn_s: float) -> None:
         self._of = (replay, leases, activity)
         self._warn_s = warn_s
-        self._logged: dict[tuple[str, str], tuple[Stall, float]] = {}
+        # by stall: the last one like it, when to log it again, and the pause after that
+        self._logged: dict[tuple[str, str], tuple[Stall, float, float]] = {}
+        self.busy: list[BusyProcess] = []  # of the last `find`
+        self._busy: dict[tuple[str, str], None] = {}  # said to be so
         self._begun: list[Stall] = []  # since the last `drain`
         self._longest: dict[tuple[str, str], float] = {}  # since the last `counters`
         self._sought_at, self._any = -math.inf, False  # by the last `find`
@@ -109,7 +171,7 @@ class Stalls:
 
     def find(self, now: float) -> list[Stall]:
         """The stalls of this moment."""
-        found = find(*self._of, now, self._warn_s)
+        found, self.busy = find(*self._of, now, self._warn_s)
         self._sought_at, self._any = now, bool(found)
         for stall in found:
             place = (stall.who, stall.about)
@@ -117,7 +179,9 @@ class Stalls:
         return found
 
     def lines(self, now: float) -> list[str]:
-        """Lines for the log: a stall when it is found, then once a minute, and its end.
+        """Lines for the log: a stall when it is found, then after growing pauses, and its end.
+
+        A busy process gets one line for each phase.
 
         None after a standstill of this process: what waits for it has to be read first. Of several
         in a row, as of a slow disk, every second one is passed over.
@@ -131,14 +195,17 @@ class Stalls:
         for place, stall in found.items():
             if place not in self._logged:
                 self._begun.append(stall)
-            _, logged_at = self._logged.get(place, (stall, now - REPEAT_S))
-            if now - logged_at >= REPEAT_S:
+            _, due, pause_s = self._logged.get(place, (stall, now, REPEAT_S))
+            if now >= due:
                 lines.append(stall.text)
-                logged_at = now
-            self._logged[place] = (stall, logged_at)
+                due, pause_s = now + pause_s, min(2 * pause_s, REPEAT_LIMIT_S)
+            self._logged[place] = (stall, due, pause_s)
+        busy = {(one.who, one.phase): one.text for one in self.busy}
+        lines += [text for place, text in busy.items() if place not in self._busy]
+        self._busy = dict.fromkeys(busy)
         still = {stall.who for stall in found.values()}
         for place in self._logged.keys() - found.keys():
-            stall, _ = self._logged.pop(place)
+            stall, *_ = self._logged.pop(place)
             if stall.who not in still:  # else it has only got worse
                 lines.append(f"{stall.who} goes on after {stall.for_s:.0f} s: {stall.what}")
         return lines

@@ -103,9 +103,10 @@ class StatusReport:
         """The reason for which dynamic sampling stops refilling."""
         replay = self.state.replay
         ready = len(replay.by_state["ready"])
+        equal = "successes" if replay.numbers.by_success else "rewards"
         return (
             f"selection.max_refills: {replay.at.zero_spread} groups since the last take had equal"
-            f" rewards throughout, and only {ready} of {replay.numbers.groups_per_step} had not:"
+            f" {equal} throughout, and only {ready} of {replay.numbers.groups_per_step} had not:"
             " the tasks are too easy or too hard for this policy"
         )
 
@@ -153,9 +154,19 @@ class StatusReport:
         quarantined = self.state.tasks.cursor.quarantined
         return {
             "stalled": [
-                {"who": stall.who, "what": stall.what[:TEXT_CHARS], "for_s": stall.for_s}
+                {
+                    "who": stall.who,
+                    "what": stall.what[:TEXT_CHARS],
+                    "for_s": stall.for_s,
+                    "silent": stall.silent,
+                }
                 for stall in self.stalls.find(now)[:shown]
             ],
+            "busy": [
+                {"who": one.who, "phase": one.phase, "for_s": one.for_s}
+                for one in self.stalls.busy[:shown]
+            ],
+            "progress": self.progress(now),
             "failures": self.failures.report(now),
             "stage": at.stage,
             "head": str(at.head) if at.head else None,
@@ -194,6 +205,59 @@ class StatusReport:
                 "problem": self.journal.problem,
             },
         }
+
+    def members(self) -> tuple[int, int]:
+        """Members of the next take that have arrived, and those that it needs."""
+        replay = self.state.replay
+        numbers, size = replay.numbers, replay.numbers.group_size
+        ready = min(numbers.groups_per_step, len(replay.by_state["ready"]))
+        opened = (g for g in replay.by_state["open"].values() if g.kind not in UNTRAINED)
+        arrived = sorted((len(group.arrived) for group in opened), reverse=True)
+        left = numbers.groups_per_step - ready
+        return ready * size + sum(arrived[:left]), numbers.groups_per_step * size
+
+    def progress(self, now: float) -> dict[str, object] | None:
+        """Progress of the learner's present step, None before it was heard.
+
+        `phase` data: `done` of `needed` members have arrived; else a phase of its computations,
+        whose passes are done to `share`. `for_s`: seconds so far of either, `eta_s` the rest of
+        them by the pace so far, None without one. `data_s`: of the wait for the step's data.
+        """
+        activity = self.activity
+        if activity.learner is None:
+            return None
+        peer = activity.peers[activity.learner]
+        beat = peer.beat
+        found: dict[str, object] = {
+            "step": self.state.replay.at.next_take + 1,
+            "phase": "",
+            "share": 0.0,
+            "for_s": 0.0,
+            "eta_s": None,
+            "data_s": activity.data_s,
+            "done": 0,
+            "needed": 0,
+            "micro_batches": 0,
+            "tokens": 0,
+        }
+        if "sample" in peer.waits:
+            (done, needed), since = self.members(), peer.waits["sample"][1]
+            for_s = now - max(since, now if activity.granted is None else activity.granted)
+            begun = done - activity.data_from
+            found |= {"phase": "data", "done": done, "needed": needed, "for_s": for_s}
+            found["share"] = min(1.0, done / needed) if needed else 0.0
+            if begun > 0:
+                found["eta_s"] = (needed - done) * for_s / begun
+        elif beat is not None and now - peer.beat_at <= self.lease_s:
+            late_s = now - peer.beat_at
+            found |= {"phase": peer.phase, "share": beat.share, "tokens": beat.tokens}
+            found["micro_batches"] = beat.micro_batches
+            if beat.step_s:
+                found |= {"step": beat.step, "for_s": beat.step_s + late_s}
+                if beat.share > 0:
+                    left_s = beat.step_s * (1 - beat.share) / beat.share
+                    found["eta_s"] = max(0.0, left_s - late_s)
+        return found
 
     def counters(self, now: float) -> dict[str, float]:
         """The metrics that go to the learner with every reply to DONE.
@@ -274,6 +338,7 @@ class StatusReport:
             "weights": str(peer.weights) if peer.weights else None,
             "trajectories_per_s": trajectories,
             "tokens_per_s": tokens,
+            "phase": peer.phase,
             "seen_s_ago": now - peer.seen,
             "leases": leases,
             "doing": peer.doing[0][:TEXT_CHARS] if peer.doing and leases else "",

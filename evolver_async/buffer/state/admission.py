@@ -38,8 +38,9 @@ KINDS = get_args(Kind)
 class StageNumbers:
     """Numbers of one stage. `kind`: the tickets that it trains on.
 
-    `refills`: dynamic sampling, which trains no group of rollouts whose members all have the same
-    reward, gives up after so many of them since the last take; 0 trains those as well.
+    `refills`: dynamic sampling, which trains no group of rollouts whose members all have equal
+    rewards (`by_success`: all succeeded or all failed), gives up after so many of them since the
+    last take; 0 trains those as well.
     `repeats_failed`: the task of a group that failed throughout is met again, guided.
     """
 
@@ -53,6 +54,7 @@ class StageNumbers:
     wait: bool
     demo_groups: int
     refills: int = 0
+    by_success: bool = False
     repeats_failed: bool = False
     sampler_params: dict[str, Any] = field(default_factory=dict)
 
@@ -200,13 +202,11 @@ class Admission:
         )
 
     def lacks_spread(self, held: HeldGroup) -> bool:
-        """True if dynamic sampling leaves the group out: all its rewards are equal."""
-        return (
-            held.kind == "rollout"
-            and held.state == "ready"
-            and self.stages[held.stage].refills > 0
-            and held.spread == 0
-        )
+        """True if dynamic sampling leaves the group out: its rewards, or successes, are equal."""
+        numbers = self.stages[held.stage]
+        if held.kind != "rollout" or held.state != "ready" or not numbers.refills:
+            return False
+        return (held.success_spread if numbers.by_success else held.spread) == 0
 
     def _enter(self, held: HeldGroup, state: GroupState) -> None:
         del self.by_state[held.state][held.group_id]

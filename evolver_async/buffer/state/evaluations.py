@@ -32,8 +32,8 @@ class TaskScore(msgspec.Struct):
 class RunningSet(msgspec.Struct):
     """One set under way: sums over arrived episodes; `lost` ones could not be run.
 
-    `k`: samples of each task. `scores`: by task, for sets with a name. `contents`: hashes of the
-    different tasks that were played.
+    `k`: samples of each task. `terms`: sum and count of each reward term. `scores`: by task, for
+    sets with a name. `contents`: hashes of the different tasks that were played.
     """
 
     name: str
@@ -45,6 +45,7 @@ class RunningSet(msgspec.Struct):
     successes: int = 0
     reward: float = 0.0
     turns: int = 0
+    terms: dict[str, tuple[float, int]] = {}
     scores: dict[int, TaskScore] = {}
     contents: set[int] = set()
 
@@ -52,13 +53,24 @@ class RunningSet(msgspec.Struct):
     def episodes(self) -> int:
         return self.tasks * self.k
 
-    def add(self, task: int, content: int, success: bool, reward: float, turns: int) -> None:
+    def add(
+        self,
+        task: int,
+        content: int,
+        success: bool,
+        reward: float,
+        turns: int,
+        terms: dict[str, float],
+    ) -> None:
         """Add an arrived episode."""
         self.arrived += 1
         self.contents.add(content)
         self.successes += success
         self.reward += reward
         self.turns += turns
+        for name, value in terms.items():
+            total, count = self.terms.get(name, (0.0, 0))
+            self.terms[name] = total + value, count + 1
         if self.name == DECIDING:
             return
         if task not in self.scores:
@@ -82,6 +94,7 @@ class RunningSet(msgspec.Struct):
             best_success=sum(score.success for score in whole) / max(1, len(whole)),
             best_reward=sum(score.reward for score in whole) / max(1, len(whole)),
             distinct=len(self.contents),
+            terms={name: total / count for name, (total, count) in self.terms.items()},
         )
 
 
@@ -126,6 +139,7 @@ class RunningEvaluation(msgspec.Struct):
             reward_mean=deciding.reward_mean,
             turns_mean=deciding.turns_mean,
             distinct=deciding.distinct,
+            terms=deciding.terms,
             sets=others,
         )
 
@@ -181,10 +195,11 @@ class EvaluationQueue(msgspec.Struct):
         success: bool,
         reward: float,
         turns: int,
+        terms: dict[str, float],
     ) -> None:
         evaluation = self._of(weights)
         task = episode.task if episode is not None else 0
-        evaluation.of(_name(episode)).add(task, content, success, reward, turns)
+        evaluation.of(_name(episode)).add(task, content, success, reward, turns, terms)
         self._finish(evaluation)
 
     def lost(self, weights: WeightId, episode: SetEpisode | None) -> None:

@@ -1,12 +1,12 @@
 """Facts about one group and one take: plain data, no rules."""
 
-import statistics
 from functools import cached_property
 from typing import Literal, NamedTuple
 
 import msgspec
 
 from evolver_async.buffer.state.evaluations import SetEpisode
+from evolver_async.rewards import spread
 from evolver_async.schema import Kind, Task, WeightId
 
 UNTRAINED = ("eval", "explore")  # kinds that end with their last member and are never trained
@@ -106,9 +106,13 @@ class HeldGroup(msgspec.Struct, kw_only=True, dict=True):
 
     @cached_property
     def spread(self) -> float:
-        """The population std of the rewards that arrived; exactly 0 where all are the same."""
-        rewards = [member.reward for member in self.arrived.values()]
-        return statistics.pstdev(rewards) if min(rewards) < max(rewards) else 0.0
+        """The population std of the rewards that arrived; exactly 0 if all are equal."""
+        return spread([member.reward for member in self.arrived.values()])
+
+    @cached_property
+    def success_spread(self) -> float:
+        """The population std of the successes that arrived, as 0 and 1."""
+        return spread([float(member.success) for member in self.arrived.values()])
 
     @cached_property
     def missing(self) -> list[int]:

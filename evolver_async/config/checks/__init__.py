@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from itertools import chain
 
 from evolver_async.config.checks.addresses import buffer_address, no_sockets, weight_channel
-from evolver_async.config.checks.agentevolver import agent, guidance, mechanisms
+from evolver_async.config.checks.agentevolver import agent, guidance, mechanisms, reward
 from evolver_async.config.checks.learner import demonstrated, groups, guided, learner
 from evolver_async.config.checks.processes import cluster, engine, gpus, policy, scaling, timeouts
 from evolver_async.config.checks.stages import eval_sets, limits, stages, tasks
@@ -27,7 +27,7 @@ def check(config: Config) -> None:
     _refuse(
         chain(
             *(gpus(config), cluster(config), scaling(config), no_sockets(config)),
-            *(weight_channel(config), stages(config)),
+            *(weight_channel(config), stages(config), reward(config)),
         )
     )
     for index, stage in enumerate(config.stages):

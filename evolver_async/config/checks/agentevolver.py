@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from evolver_async.config.checks.addresses import endpoint, socket_address
 from evolver_async.config.sections import Config
 from evolver_async.config.sections.agentevolver import LLM_SECTIONS, UNAUDITED, JudgeConfig
+from evolver_async.config.sections.reward import SUCCESS_RULES
 from evolver_async.extension import is_own
 
 
@@ -18,7 +19,8 @@ def agent(config: Config) -> Iterator[tuple[str, str]]:
     if config.launch.kind == "serial":
         yield "rollout.agent", "needs real time, and launch.kind=serial has a virtual clock"
     for key, value, required, reason in (
-        ("rollout.format", config.rollout.format, "think_answer", "writes its own turns"),
+        ("rollout.format", config.rollout.format, "auto", "writes its own turns"),
+        ("rollout.extract", config.rollout.extract, "", "writes its own turns"),
         ("rollout.context", config.rollout.context, "full", "writes its own prompts"),
         ("rollout.system_prompt", config.rollout.system_prompt, "", "writes its own prompts"),
         ("env.prompt", config.env.prompt, "auto", "writes its own prompts"),
@@ -46,6 +48,20 @@ def guidance(config: Config) -> Iterator[tuple[str, str]]:
         yield "rollout.guided_fraction", f"must leave members unguided: {reason}, is {share}"
 
 
+def reward(config: Config) -> Iterator[tuple[str, str]]:
+    """Require terms with different labels, and a rule of success that is one of them."""
+    labels = [term.called for term in config.reward.terms]
+    for index, label in enumerate(labels):
+        if label in labels[:index]:
+            yield f"reward.terms[{index}].label", f"two terms are named {label}: set another"
+        if label in SUCCESS_RULES and config.reward.terms[index].name != label:
+            yield f"reward.terms[{index}].label", f"{label} is a rule of reward.success"
+    success = config.reward.success
+    if success not in (*SUCCESS_RULES, *labels):
+        known = ", ".join((*SUCCESS_RULES, *labels))
+        yield "reward.success", f"must be one of {known}, is {success!r}"
+
+
 def mechanisms(config: Config) -> Iterator[tuple[str, str]]:
     """Require the models, labels and timeouts that the mechanisms need."""
     judged = config.rollout.agent_reward == "judged"
@@ -54,12 +70,14 @@ def mechanisms(config: Config) -> Iterator[tuple[str, str]]:
         if section.kind != "llm" and not (judged and name == "judge"):
             continue
         if config.launch.kind == "serial":
-            yield f"{name}.kind", "llm needs real time, and launch.kind=serial has a virtual clock"
+            key = "reward.terms" if name == "reward" else f"{name}.kind"
+            yield key, "llm needs real time, and launch.kind=serial has a virtual clock"
         yield from endpoint(f"{name}.llm", section.llm)
     stall = config.buffer.stall_s
     for name, waits in (
         ("judge", judged or config.judge.kind not in UNAUDITED),
         ("reflection", config.reflection.kind == "llm"),
+        ("reward", bool(config.reward.terms)),
     ):
         if waits and getattr(config, name).timeout_s >= stall:
             yield (

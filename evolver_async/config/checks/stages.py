@@ -11,7 +11,12 @@ ENTROPY = ("entropy_top_k",)  # the key of `loss` that supervised stages read: e
 PREFERENCES = (*ENTROPY, "dpo_beta", "dpo_nll_coef")  # those that a dpo stage reads
 OF_RL = ("advantage", "correction", "critic")
 OF_ADVANTAGES = ("distill_coef", "reliance_coef")  # keys of `experience` that rl stages alone read
-REFILLS = ("kind", "max_refills", "max_empty")  # the keys of `selection` that a dpo stage reads
+REFILLS = (
+    "kind",
+    "by",
+    "max_refills",
+    "max_empty",
+)  # the keys of `selection` that a dpo stage reads
 PAIRED = ("all", "dynamic")  # and its kinds
 OF_ROLLOUTS = {  # keys that act on groups that the policy played
     "rollout": ("temperature", "guided"),

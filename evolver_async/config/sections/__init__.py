@@ -18,6 +18,7 @@ from evolver_async.config.sections.learner import (
     SafetyConfig,
     SelectionConfig,
 )
+from evolver_async.config.sections.reward import RewardConfig
 from evolver_async.config.sections.rollout import (
     ActorsConfig,
     EngineConfig,
@@ -44,6 +45,7 @@ class Config:
     env: EnvConfig = field(default_factory=EnvConfig)
     tasks: TasksConfig = field(default_factory=TasksConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
     actors: ActorsConfig = field(default_factory=ActorsConfig)
     buffer: BufferConfig = field(default_factory=BufferConfig)

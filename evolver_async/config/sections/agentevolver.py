@@ -18,7 +18,7 @@ Variable = Annotated[
     str, Pattern(r"([A-Za-z_]\w*)?", "the name of an environment variable", hidden=True)
 ]
 UNAUDITED = ("none", "rule")  # kinds of judge without probes: one is off, one computes labels
-LLM_SECTIONS = ("experience", "judge", "questioning", "reflection")  # each with an endpoint
+LLM_SECTIONS = ("experience", "judge", "questioning", "reflection", "reward")  # have endpoints
 
 
 @dataclass
@@ -98,7 +98,7 @@ class JudgeConfig:
     cache: int = 4096  # cached judgements
     # self, llm and own judges: probes with known labels per judged episode; for self and llm also
     # the share of episodes whose turns are compared with the environment's score, if it has one
-    # (all of them for own judges and beside rollout.reward_terms)
+    # (all of them for own judges)
     probes: Fraction = 0.02
     llm: LlmConfig = field(default_factory=LlmConfig)
 

@@ -26,17 +26,20 @@ class SelectionConfig:
     kind: Annotated[
         str, Open("all", "spread", "top_p", "top_k", "min_p", "resample_on_correct", "dynamic")
     ] = "all"
-    keep: PositiveFraction = 0.5  # spread: share of the groups, those with the largest reward std
+    # the spread of a group that kinds other than all compare: of its rewards, or of its successes,
+    # so that terms that only shape the reward do not train a group that failed throughout
+    by: Literal["reward", "success"] = "reward"
+    keep: PositiveFraction = 0.5  # spread: share of the groups, those with the largest std
     # top_p: share of all std that is kept; min_p: least std, as a share of the largest one
     p: PositiveFraction = 0.9
     k: Count = 8  # top_k: number of groups
-    drop_zero: bool = True  # spread, top_k, min_p: drop groups with equal rewards
+    drop_zero: bool = True  # spread, top_k, min_p: drop groups without spread
     members: int = 0  # resample_on_correct: members of a group that are kept; 0: all
     # resample_on_correct: good members by lowest penalty, or inverse to the penalty
     draw: Literal["lowest", "inverse"] = "lowest"
     # factor on advantages: none, the share of groups kept, or its square root
     scale: Literal["none", "linear", "sqrt"] = "none"
-    # dynamic: refills of a step with equal rewards throughout after which the run ends
+    # dynamic: refills of a step without any spread after which the run ends
     max_refills: Count = 10
     max_empty: Count = 5  # consecutive empty steps after which the run ends
     params: dict[str, Any] = field(default_factory=dict)  # of a function of one's own
@@ -166,6 +169,9 @@ class LossConfig:
     # dpo stages: weight of the better member's negative log-likelihood, the mean over its tokens.
     # It keeps both members of a pair from becoming unlikely together
     dpo_nll_coef: float = 0.0
+    # episodes that a limit of tokens ended (rollout.max_tokens in the last turn, or
+    # policy.max_length) give no gradient; they stay in the baseline of their group
+    mask_truncated: bool = False
     entropy_top_k: int = 0  # the bonus raises entropy among the k likeliest tokens only; 0: all
 
 

@@ -4,9 +4,9 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from evolver_async.config.values.rules import (
+    IMPORT_PATH,
     Count,
     Fraction,
-    ImportPath,
     Open,
     Pattern,
     Positive,
@@ -17,6 +17,13 @@ from evolver_async.config.values.rules import (
 
 Device = Annotated[str, Pattern(r"auto|cpu|cuda(:\d+)?", "auto, cpu or cuda")]
 Turns = Annotated[int, Range(ge=1, le=32767)]  # turns are numbered in 16 bits
+Extract = Annotated[
+    str,
+    Pattern(
+        rf"|last_number|boxed|<[A-Za-z][\w-]*>|{IMPORT_PATH}",
+        "empty, last_number, boxed, a tag such as <answer>, or package.module:function",
+    ),
+]
 
 
 @dataclass
@@ -47,21 +54,28 @@ class RolloutConfig:
 
     group_size: Count = 8  # G: episodes per task
     max_turns: Turns = 10
-    # the turn format
-    format: Annotated[str, Open("think_answer", "tool_call", "interleaved")] = "think_answer"
+    # the turn format; auto: the one that the environment is made for, else chat for a model of
+    # normal size, and think_answer for a tiny one or where its tags are asked for (think,
+    # actions_per_turn)
+    format: Annotated[str, Open("auto", "chat", "think_answer", "tool_call", "interleaved")] = (
+        "auto"
+    )
+    # chat: the part of the model's message that is the action: all of it (empty), its last number,
+    # the content of its last \boxed{} or of its last <tag>, or what a function returns
+    extract: Extract = ""
     think: bool = False  # a turn opens with <think> (tool_call: <reason>)
     actions_per_turn: Count = 1
     # context of a turn: all turns, the last turns or the present one alone
     context: Literal["full", "window", "single"] = "full"
     window: Count = 3  # window: turns before the present one
     max_tokens: Count = 16  # per turn
+    # tokens of one observation or tool result; of a longer one the policy reads the beginning, the
+    # end, and how much is left out between them; 0: no limit
+    max_observation_tokens: Annotated[int, Range(ge=64, also=0)] = 0
     # training needs the log-probs of the sampled tokens, so it cannot be 0
     temperature: Positive = 1.0
     # added to the reward for every turn that cannot be parsed or has an action that does not exist
     format_penalty: Signed = -0.1
-    # functions of one's own, whose sum is added to the reward of every finished episode that is
-    # made for training; evaluations measure the environment's reward
-    reward_terms: list[ImportPath] = field(default_factory=list)
     truncated_reward: Signed = 0.0  # added unless the environment terminates the episode
     guided_fraction: Fraction = 0.5  # share of a group's members that experience guides
     # rollout groups with guided members: all (fixed), a repeat of each group that failed throughout

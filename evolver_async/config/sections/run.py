@@ -52,8 +52,16 @@ class PolicyConfig:
     intermediate_size: Count = 192
     # tokens of context: prompt, actions and observations together
     max_length: Annotated[int, Range(ge=2)] = 1024
-    dtype: Literal["float32", "bfloat16"] = "float32"
+    # bfloat16 rounds, on a GPU, all weights and activations, on a CPU the inputs and weights of the
+    # layers' linear maps alone. auto: for a pretrained model bfloat16 on GPUs, and on a CPU that is
+    # 1.5 times as fast with it; else float32. The run's config.yaml says which was chosen
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     lora: LoraConfig = field(default_factory=LoraConfig)
+
+    @property
+    def decided_dtype(self) -> Literal["float32", "bfloat16"]:
+        """Type of numbers; float32 as long as nothing has decided for `auto`."""
+        return "float32" if self.dtype == "auto" else self.dtype
 
 
 @dataclass
@@ -119,6 +127,9 @@ class EvalSetConfig:
 class EvalConfig:
     """Evaluation on held-out tasks with exact weights, greedy and never guided."""
 
+    # evaluate the model as it is before the first step, as step 0 of every curve; auto: always
+    # with policy.path, never the tiny preset
+    at_start: Literal["auto", "always", "never"] = "auto"
     every: int = 25  # versions between evaluations; 0 evaluates only after each stage
     # of the run's own evaluations; settings are to be chosen on `validation`
     split: Split = "test"
@@ -142,7 +153,8 @@ class CheckpointConfig:
 
     every: Count = 25  # learner steps; one is also written at the end of a stage and on SIGTERM
     keep: Annotated[int, Range(ge=2)] = 2  # the newest ones
-    keep_best: int = 1  # in addition, those with the highest eval/success; 0: none
+    # in addition, those with the highest eval/success, and an evaluated one of step 0; 0: none
+    keep_best: int = 1
     keep_every: int = 0  # in addition and for good, those of every n-th step; 0: none
 
 

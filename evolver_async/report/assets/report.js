@@ -295,6 +295,8 @@ function sentencesOf(row, body) {
       + `${body.end}, ${body.seconds} s. Fate: ${text("fate", row)}.`,
     uses.length ? `Takes: ${uses.join("; ")}.` : "No take had it.",
   ];
+  const terms = Object.entries(body.terms).map(([name, value]) => `${name} ${value}`);
+  if (terms.length) lines.push(`Reward terms, without their weights: ${terms.join(", ")}.`);
   if (body.source) lines.push(`Labels by ${body.source}.`);
   if (body.experience.length) lines.push(`Experience entries: ${body.experience.join(", ")}.`);
   if (!body.measured) {

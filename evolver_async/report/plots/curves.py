@@ -5,6 +5,7 @@ A metric of few steps of a long run has a source of its own.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any, cast
 
 import numpy as np
 from bokeh.models import ColumnDataSource, HoverTool, Range1d, Scatter
@@ -92,7 +93,7 @@ class CurveBoard:
             active_drag="box_zoom",
         )
         finish(made)
-        if self.marks.data["step"]:
+        if columns_of(self.marks)["step"]:
             lines = made.vspan(
                 x="step", line_color="color", line_width=1.5, line_dash="dashed",
                 line_alpha=0.75, source=self.marks,
@@ -106,7 +107,7 @@ class CurveBoard:
         made.height = HEIGHT + 40  # for the legend
         labels = list(parts)
         columns = {f"p{index}": np.nan_to_num(parts[one]) for index, one in enumerate(labels)}
-        source = ColumnDataSource({"step": self.sources["steps"].data["step"], **columns})
+        source = ColumnDataSource({"step": columns_of(self.sources["steps"])["step"], **columns})
         made.varea_stack(
             list(columns), x="step", source=source, fill_alpha=0.8,
             color=[PALETTE[index % len(PALETTE)] for index in range(len(labels))],
@@ -132,8 +133,8 @@ class CurveBoard:
                 values = {"step": steps_N[known], "value": values_N[known].astype(np.float32)}
                 return ColumnDataSource(values), "value"
         column = f"c{table.names.index(name)}"
-        if column not in data.data:
-            data.data[column] = table[name].astype(np.float32)
+        if column not in (columns := columns_of(data)):
+            columns[column] = table[name].astype(np.float32)
         return data, column
 
     def _draw(self, made: Figure, source: str, name: str, label: str, color: str) -> None:
@@ -173,6 +174,11 @@ def finish(made: Figure) -> None:
 def _source(name: str, table: MetricTable) -> ColumnDataSource:
     steps = table["step"] if "step" in table else np.zeros(0)
     return ColumnDataSource({"step": steps.astype(np.int32)}, name=name)
+
+
+def columns_of(source: ColumnDataSource) -> dict[str, Any]:
+    """Return the columns of a source, which bokeh types as whatever it can convert to one."""
+    return cast("dict[str, Any]", source.data)
 
 
 def _recorded(table: MetricTable, name: str) -> bool:

@@ -73,7 +73,7 @@ def _empty(title: str, axis: str) -> figure:
 def _source(curve: StudyCurve, shift: float = 0.0, names: Sequence[str] = ()) -> ColumnDataSource:
     halves = [one.half or 0.0 for one in curve.values]
     means = [one.mean for one in curve.values]
-    data: dict[str, list[Any]] = {
+    data: dict[str, Any] = {
         "place": [place + shift for place in curve.places],
         "mean": means,
         "low": [mean - half for mean, half in zip(means, halves, strict=True)],

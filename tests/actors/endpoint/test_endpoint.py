@@ -917,7 +917,20 @@ def test_a_return_value_is_an_outcome() -> None:
     assert outcome_of(AgentOutcome(0.2, True)) == AgentOutcome(0.2, True)
     for computed in (np.float32(1), np.int64(1), AgentOutcome(np.float32(1), np.True_)):  # type: ignore[arg-type]
         outcome = outcome_of(computed)
-        assert outcome == AgentOutcome(1.0, True) and [*map(type, outcome)] == [float, bool]
+        assert outcome == AgentOutcome(1.0, True) and [*map(type, outcome[:2])] == [float, bool]
+
+
+def test_an_agents_numbers_and_the_limits_it_met_are_facts_of_its_episode() -> None:
+    async def player(client: Client) -> AgentOutcome:
+        await ask(client, ASK)
+        await ask(client, ASK, max_tokens=2)
+        return AgentOutcome(1.0, True, {"calls": np.int64(2)})  # type: ignore[dict-item]
+
+    trajectory = run(player, Scripted("yes", "this is cut")).one
+    assert trajectory.turn_flags.tolist() == [0, TurnFlag.CUT]
+    assert trajectory.metrics == {"calls": 2.0} and trajectory.overlong
+    with pytest.raises(ValueError, match="metrics of the AgentOutcome"):
+        outcome_of(AgentOutcome(1.0, True, {"": 1.0}))
 
 
 def conversation(*said: str) -> tuple[ChatMessage, ...]:

@@ -33,7 +33,7 @@ def test_deltas_add_up_to_the_whole_template(
     system: str, user: str, turns: list[tuple[str, str]], ended: bool
 ) -> None:
     """Whether the end-of-turn token was sampled or came from the template, it stands there once."""
-    messages = [("system", system), ("user", user)]
+    messages = [("system", system)] * bool(system) + [("user", user)]
     tokens = CHAT.first(system, user, "<answer>")
     for answer, observation in turns:
         tokens += CHAT.tokens_of(answer + "</answer>") + [END] * ended
@@ -239,7 +239,83 @@ def test_the_users_message_begins_where_it_is_said(system: str, user: str) -> No
     place = CHAT.place_of_user(system, user)
     tokens = CHAT.first(system, user, "<answer>")
     before = TOKENIZER.decode(tokens[:place], clean_up_tokenization_spaces=False)
-    assert before == f"<|im_start|>system\n{system}<|im_end|>\n<|im_start|>user\n"
+    described = f"<|im_start|>system\n{system}<|im_end|>\n" if system else ""
+    assert before == f"{described}<|im_start|>user\n"
+
+
+DEFAULT = (
+    "{% if messages[0]['role'] != 'system' %}<|im_start|>system\nBe kind.<|im_end|>\n{% endif %}"
+    + TEMPLATE
+)
+THINKING = """
+{%- set last = messages | map(attribute='role') | list | length - 1 %}
+{%- for message in messages %}
+    {%- set content = message['content'] %}
+    {%- if message['role'] == 'assistant' and loop.index0 < last %}
+        {%- set content = content.split('</think>')[-1].lstrip('\\n') %}
+    {%- endif %}
+    {{- '<|im_start|>' + message['role'] + '\\n' + content + '<|im_end|>' + '\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
+"""  # as Qwen3's: earlier thoughts are left out
+TRIMMED = (  # as Llama 3's: every message is trimmed
+    "<|endoftext|>{% for message in messages %}<|im_start|>{{ message['role'] }}\n\n"
+    "{{ message['content'] | trim }}<|im_end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n\n{% endif %}"
+)
+NO_SYSTEM = (  # as Gemma's: no system role, and turns must alternate
+    "<|endoftext|>{% if messages[0]['role'] == 'system' %}"
+    "{{ raise_exception('System role not supported') }}{% endif %}{% for message in messages %}"
+    "{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('roles must alternate') }}{% endif %}"
+    "{% set role = 'model' if message['role'] == 'assistant' else message['role'] %}"
+    "<|im_start|>{{ role }}\n{{ message['content'] | trim }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>model\n{% endif %}"
+)
+TEMPLATES = [TEMPLATE, DEFAULT, THINKING, TRIMMED, NO_SYSTEM]
+SHOTS = (("user", " 1 + 1? "), ("assistant", "<think>two</think>\n2"))
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+@pytest.mark.parametrize("system", ["", "Be brief."])
+@pytest.mark.parametrize("before", [(), SHOTS])
+def test_the_first_prompt_is_the_templates_rendering_of_the_messages(
+    template: str, system: str, before: tuple[tuple[str, str], ...]
+) -> None:
+    """Token for token; without a system message the template's own default acts."""
+    tokenizer = make_tokenizer(template)
+    said = [*before, ("user", "2 + 3 < 6 || no?")]
+    if system and template == NO_SYSTEM:
+        said[0] = ("user", f"{system}\n\n{said[0][1]}")
+    elif system:
+        said.insert(0, ("system", system))
+    messages = [{"role": role, "content": text} for role, text in said]
+    expected = tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
+    chat = Chat(tokenizer)
+    assert chat.first(system, "2 + 3 < 6 || no?", "", before) == expected
+    place = chat.place_of_user(system, "2 + 3 < 6 || no?", before)
+    assert tokenizer.decode(expected[place:]).startswith("2 + 3 < 6 || no?")
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_the_first_message_is_read_back_without_a_system_message(template: str) -> None:
+    chat = Chat(make_tokenizer(template))
+    assert chat.said(chat.first("", "what now?", "<answer>"), "<answer>") == "what now?"
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_turns_follow_a_first_prompt_of_messages(template: str) -> None:
+    """The end-of-turn token that the policy sampled is not written again."""
+    tokenizer = make_tokenizer(template)
+    chat = Chat(tokenizer)
+    tokens = [*chat.first("", "u0", "", SHOTS), *chat.tokens_of("a0"), END]
+    tokens += chat.next("u1", "", END)
+    head = "model" if template == NO_SYSTEM else "assistant"
+    gap = "\n\n" if template == TRIMMED else "\n"
+    line = "" if template == TRIMMED else "\n"
+    assert tokenizer.decode(tokens).endswith(
+        f"{head}{gap}a0<|im_end|>{line}<|im_start|>user{gap}u1<|im_end|>{line}<|im_start|>{head}{gap}"
+    )
 
 
 def test_a_template_that_writes_the_date_writes_the_same_on_every_day(
@@ -268,3 +344,22 @@ def test_a_template_that_counts_the_user_has_no_place_for_experience() -> None:
     chat = Chat(make_tokenizer(counting))
     with pytest.raises(ValueError, match="depends on it"):
         chat.place_of_user("system", "user")
+
+
+@given(st.text(max_size=400), st.integers(64, 120))
+@example("a \U0001f600 b \u6f22\u5b57 <|im_end|> " * 20, 64)
+def test_a_shortened_text_keeps_its_ends_and_its_limit(text: str, limit: int) -> None:
+    found, cut = CHAT.shortened(text, limit)
+    count = len(CHAT.tokens_of(CHAT.plain(text)))
+    assert cut == (count > limit) and (cut or found == text)
+    if cut:
+        assert len(CHAT.tokens_of(CHAT.plain(found))) <= limit
+        begin, _, rest = found.partition("\n[... ")
+        note, _, end = rest.partition(" tokens left out ...]\n")
+        left, _, whole = note.partition(" of ")
+        assert int(whole) == count > int(left) > count - limit
+        assert CHAT.plain(text).startswith(begin) and CHAT.plain(text).endswith(end) and end
+
+
+def test_without_a_limit_every_text_is_whole() -> None:
+    assert CHAT.shortened("long " * 999, 0) == ("long " * 999, False)

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.formats.turns import FORMATS, ThinkAnswer
+from actors.formats.turns import FORMATS, ThinkAnswer, WholeMessage, turn_format
 
 words = st.text("abcdefghij -", min_size=1).map(str.strip).filter(bool)
 
@@ -63,3 +63,94 @@ def test_instructions_show_a_turn_that_parses() -> None:
             for text in (style.instructions, style.plain_instructions):
                 _, found, example = text.partition(style.prefix)
                 assert found and style.parse(example)
+
+
+def chat(extract: str = "", thinks: bool = False) -> WholeMessage:
+    return WholeMessage(think=False, actions_per_turn=1, extract=extract, thinks=thinks)
+
+
+@pytest.mark.parametrize(
+    ("text", "action"),
+    [
+        (" a < b || c > d \n", "a < b || c > d"),
+        ("3 + 7 = 10", "3 + 7 = 10"),
+        ("<answer>left</answer>", "<answer>left</answer>"),
+        ("<think>so or so</think>\n\nup", "up"),
+        ("so or </think> so</think>up", "up"),
+        ("<think>it never ends", None),
+        ("<think>so</think> ", None),
+        (" \n", None),
+        ("", None),
+    ],
+)
+def test_a_whole_message_is_the_action_without_its_thought(text: str, action: str | None) -> None:
+    assert chat().parse(text) == (None if action is None else [action])
+
+
+def test_where_the_template_opens_the_thought_a_message_must_close_it() -> None:
+    assert chat(thinks=True).parse("I wonder") is None
+    assert chat(thinks=True).parse("I wonder</think> up") == chat().parse("up") == ["up"]
+
+
+@pytest.mark.parametrize(
+    ("extract", "text", "action"),
+    [
+        ("last_number", "72 + 25 = 97.", "97"),
+        ("last_number", "<think>12</think>none", None),
+        ("last_number", "it is -3", "-3"),
+        ("last_number", "it is \u22123.50 m", "-3.50"),
+        ("last_number", "10-5", "5"),
+        ("last_number", "f(2)-7", "7"),
+        ("last_number", "$1,234,567.80!", "1234567.80"),
+        ("last_number", "1, 2,345", "2345"),
+        ("last_number", "1,23", "23"),
+        ("last_number", "about .5", ".5"),
+        ("last_number", "6.02e23", "6.02e23"),
+        ("last_number", "a b.", None),
+        ("boxed", r"so \boxed{1} and \boxed{\frac{1}{2}}.", r"\frac{1}{2}"),
+        ("boxed", "1", None),
+        ("<answer>", "<answer>1</answer> no: <answer> a < b </answer>.", "a < b"),
+        ("<answer>", "<answer>1", None),
+        ("<answer>", "<answer> </answer>", None),
+        ("<final-answer>", "<final-answer>7</final-answer>", "7"),
+        (f"{__name__}:first_word", "up or down", "up"),
+        (f"{__name__}:first_word", "nothing", None),
+    ],
+)
+def test_the_action_is_what_extract_takes(extract: str, text: str, action: str | None) -> None:
+    assert chat(extract).parse(text) == (None if action is None else [action])
+
+
+@given(words, st.sampled_from(["", "boxed", "<answer>"]), st.booleans())
+def test_actions_of_whole_messages_are_read_back(action: str, extract: str, thinks: bool) -> None:
+    style = chat(extract, thinks)
+    assert style.parse(style.render_actions([action])) == [action]
+
+
+@given(st.text("0123456789,.-e ()[]x\u2212"))
+def test_a_last_number_is_a_number_of_the_text(text: str) -> None:
+    found = chat("last_number").parse(text)
+    assert (found is None) == (not any(digit.isdecimal() for digit in text))
+    for number in found or []:
+        assert float(str(number)) == float(str(number))
+
+
+def test_what_whole_messages_have_no_place_for_is_refused() -> None:
+    for key, changes in (
+        ("rollout.think", {"think": True, "actions_per_turn": 1}),
+        ("rollout.actions_per_turn", {"think": False, "actions_per_turn": 2}),
+    ):
+        with pytest.raises(ValueError, match=rf"^{key}: .*rollout\.format=think_answer"):
+            turn_format("chat", **changes)
+    with pytest.raises(ValueError, match=r"^rollout\.extract: cannot import"):
+        chat("nowhere:function")
+    with pytest.raises(TypeError, match=r"^rollout\.extract: returned int"):
+        chat(f"{__name__}:length").parse("up")
+
+
+def first_word(text: str) -> str | None:
+    return None if text == "nothing" else text.split()[0]
+
+
+def length(text: str) -> int:
+    return len(text)

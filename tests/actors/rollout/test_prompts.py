@@ -1,14 +1,26 @@
 """The system message: its wordings, the system prompt of a run, and the check before a run."""
 
+import json
+from pathlib import Path
+
 import pytest
-from rollouts import CHAT, setting, ticket
+from chatml import TEMPLATE, make_tokenizer
+from rollouts import CHAT, Corridor, setting, ticket
 
 from actors.checks import prompts
 from actors.envs.base import Described, Solvable, make_env
+from actors.envs.results import checked_opening
+from actors.formats.chat import Chat
 from actors.formats.tool_calls import Interleaved, ToolCall
 from actors.rollout.conversation import first_prompt, system_message
-from actors.rollout.episode_config import PLAIN_VOCABULARY, setting_of, wording_of
-from evolver_async.config.load import load
+from actors.rollout.episode_config import (
+    PLAIN_VOCABULARY,
+    format_name,
+    setting_of,
+    with_formats,
+    wording_of,
+)
+from evolver_async.config.load import load, stage_config
 from evolver_async.config.values.errors import ConfigError
 from evolver_async.env import Step
 from evolver_async.schema import Task
@@ -106,7 +118,7 @@ def test_the_check_before_a_run_measures_the_prompt_that_the_run_will_use() -> N
         prompts._check_first(config, setting_of(config, CHAT, "", 0), task, False)
 
     task, env = ticket().task, make_env("frozen_lake", {})
-    seen = env.reset(task, 0)
+    seen = checked_opening(env.reset(task, 0))
     tiny, plain = (len(first_prompt(setting(wording=w), env, seen)) for w in ("tiny", "plain"))
     assert plain > tiny + 16
     fits = f"policy.max_length={tiny + 16}"
@@ -115,3 +127,99 @@ def test_the_check_before_a_run_measures_the_prompt_that_the_run_will_use() -> N
         with pytest.raises(ConfigError, match=r"^policy\.max_length: .* is too short"):
             check(fits, change)
     check(f"policy.max_length={plain + 16}", "env.prompt=plain")
+
+
+def policy(directory: Path, tokens: int) -> str:
+    """A directory whose model has so many tokens, as a change of the configuration."""
+    (directory / "config.json").write_text(json.dumps({"vocab_size": tokens}))
+    return f"policy.path={directory}"
+
+
+def test_auto_is_what_the_environment_is_made_for_or_what_the_model_can_write(
+    tmp_path: Path,
+) -> None:
+    def named(*changes: str) -> str:
+        return format_name(load(None, [STEPS, *changes]))
+
+    assert named() == named(policy(tmp_path, 300)) == "think_answer", "also a preset's export"
+    assert named(policy(tmp_path, 49_152)) == "chat"
+    (tmp_path / "config.json").write_text(json.dumps({"text_config": {"vocab_size": 262_144}}))
+    assert named(f"policy.path={tmp_path}") == named("policy.path=org/name") == "chat"
+    for tags in ("rollout.think=true", "rollout.actions_per_turn=2"):
+        assert named(tags, "policy.path=org/name") == "think_answer"
+    for env, wanted in (("prompts", "chat"), ("bookings", "tool_call"), ("code", "think_answer")):
+        assert named(f"env.name={env}") == wanted
+    assert named("env.name=bookings", "rollout.format=chat") == "chat", "a choice is kept"
+    mixed = "tasks.mixture=[{env: frozen_lake, weight: 1}, {env: prompts, weight: 1}]"
+    with pytest.raises(ConfigError, match=r"^rollout\.format: auto .*chat, none"):
+        named(mixed)
+    assert named(mixed, "rollout.format=chat") == "chat"
+
+
+def test_a_run_keeps_the_format_that_auto_meant_at_its_start(tmp_path: Path) -> None:
+    stages = "stages=[{kind: rl, steps: 1}, {kind: rl, steps: 1, override: {env: {name: prompts}}}]"
+    config = load(None, [stages])
+    kept = with_formats(config)
+    assert kept.rollout.format == "think_answer" and not kept.stages[0].override
+    moved = load(None, [stages, policy(tmp_path, 49_152)])
+    for one in (kept, with_formats(kept)):
+        names = [stage_config(one, index).rollout.format for index in range(2)]
+        assert names == ["think_answer", "chat"]
+    assert with_formats(moved).rollout.format == "chat"
+    agent = load(None, [STEPS, "rollout.agent=examples.reply:reply"])
+    assert with_formats(agent) == agent, "it is refused with any other format"
+
+
+def test_a_template_that_opens_the_thought_is_known_to_the_format() -> None:
+    thinking = Chat(
+        make_tokenizer(TEMPLATE.replace("assistant\n{% endif", "assistant\n<think>\n{% endif"))
+    )
+    config = load(None, [STEPS, "rollout.format=chat"])
+    assert setting_of(config, thinking, "", 0).format.parse("up") is None
+    assert setting_of(config, CHAT, "", 0).format.parse("up") == ["up"]
+
+
+class Compared(Corridor):
+    """Its actions spell what other formats read as marks."""
+
+    def actions(self) -> list[str]:
+        return ["right", "a || b"]
+
+    def solve(self) -> list[str]:
+        return ["a < b"]
+
+    def state(self) -> str:
+        return str(self.position)
+
+    def snapshot(self) -> int:
+        return self.position
+
+    def restore(self, snapshot: int) -> None:
+        self.position = snapshot
+
+
+@pytest.mark.parametrize(
+    ("stage", "changes", "shown"),
+    [
+        ("{kind: sft, steps: 1}", [], "a < b"),
+        ("{kind: world_model, steps: 1}", [], "a < b"),
+        ("{kind: reflect, steps: 1}", ["rollout.think=true"], "a < b"),
+        ("{kind: sft, steps: 1, expert_fraction: 0}", [], r"a \|\| b"),
+        ("{kind: sft, steps: 1}", ["rollout.format=chat", "rollout.extract=last_number"], "a < b"),
+        ("{kind: sft, steps: 1}", ["rollout.format=chat"], ""),
+        ("{kind: world_model, steps: 1}", ["rollout.format=chat"], ""),
+        ("{kind: sft, steps: 1}", ["rollout.format=chat", "rollout.extract=<move>"], ""),
+    ],
+)
+def test_a_demonstration_that_its_format_cannot_read_is_refused(
+    tmp_path: Path, stage: str, changes: list[str], shown: str
+) -> None:
+    make_tokenizer().save_pretrained(tmp_path)
+    shape = {"model_type": "llama", "vocab_size": 300, "max_position_embeddings": 512}
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    keys = [f"env.name={__name__}:Compared", f"policy.path={tmp_path}", "policy.max_length=512"]
+    config = load(None, [f"stages=[{stage}]", *keys, "rollout.max_tokens=200", *changes])
+    if not shown:
+        return prompts.check(config)
+    with pytest.raises(ConfigError, match=rf"^rollout\.format: (chat|think_answer) .*{shown}"):
+        prompts.check(config)

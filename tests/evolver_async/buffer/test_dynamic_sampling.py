@@ -162,3 +162,19 @@ def test_the_spread_of_equal_rewards_is_exactly_zero_and_of_others_is_not(reward
     wide = max(rewards) - min(rewards)
     assert (held(rewards).spread > 0) == (wide > 0)
     assert held(rewards).spread <= wide
+
+
+def test_by_success_groups_that_all_failed_or_all_succeeded_are_left_out(tmp_path):
+    settings = dynamic()
+    chosen = dataclasses.replace(settings.selection, by="success")
+    world = World(tmp_path, dataclasses.replace(settings, selection=chosen))
+    world.resume()
+    outcomes = (((0.1, False), (0.9, False)), ((0.1, True), (0.9, True)), ((1, False), (1, True)))
+    tickets = world.lease(credit=3)
+    for ticket, members in zip(tickets, outcomes, strict=True):
+        for member, (reward, success) in enumerate(members):
+            world.push(ticket, member, reward=reward, success=success)
+    left_out = world.store.state.ledger.closed["rollout"]["filtered"]["zero_spread"]
+    assert left_out.groups == 2
+    (held,) = world.replay.by_state["ready"]
+    assert held == tickets[2].group_id

@@ -68,12 +68,14 @@ def requested(k: int, tasks: int = 2) -> EvaluationQueue:
     for episode in (None, *(SetEpisode("set", n // k, 1.0) for n in range(tasks * k))):
         queue.granted(NEWEST, episode)
     assert queue.next() is None
-    queue.arrived(NEWEST, None, 5, True, 0.25, 7)
+    queue.arrived(NEWEST, None, 5, True, 0.25, 7, {"exact": 0.5})
     return queue
 
 
 def arrive(queue: EvaluationQueue, task: int, success: bool, reward: float, turns: int = 2) -> None:
-    queue.arrived(NEWEST, SetEpisode("set", task, 1.0), task % 2, success, reward, turns)
+    terms = {"length": reward} | ({"exact": 1.0} if success else {})  # or it abstains
+    place = SetEpisode("set", task, 1.0)
+    queue.arrived(NEWEST, place, task % 2, success, reward, turns, terms)
 
 
 def test_avg_counts_all_samples_and_best_the_best_of_each_task() -> None:
@@ -85,6 +87,7 @@ def test_avg_counts_all_samples_and_best_the_best_of_each_task() -> None:
     arrive(queue, 1, False, -3.5, turns=4)
     (result,) = queue.results
     assert (result.success, result.reward_mean, result.turns_mean) == (1.0, 0.25, 7.0)
+    assert result.terms == {"exact": 0.5}
     assert result.sets == [
         SetResult(
             name="set",
@@ -97,6 +100,7 @@ def test_avg_counts_all_samples_and_best_the_best_of_each_task() -> None:
             best_success=0.5,
             best_reward=-0.75,
             distinct=2,
+            terms={"length": -1.5, "exact": 1.0},
         )
     ]
 

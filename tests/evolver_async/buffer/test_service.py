@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -402,7 +403,7 @@ def test_a_standstill_of_the_buffer_is_no_stall_of_its_actors(world, caplog):
     assert isinstance(world.one("actor-0", renewal), messages.Ok)
     world.pass_time(2.0)
     assert "stood still for 100.0 s" in caplog.text
-    assert "actor-0 has made no progress" not in caplog.text
+    assert not re.search("actor-0 (has made no progress|was not heard)", caplog.text)
 
 
 def test_short_standstills_crowd_no_lost_lease_out_of_the_log(world, caplog):
@@ -418,7 +419,7 @@ def test_a_stall_is_told_although_every_sync_takes_long(world, caplog):
     world.lease()
     for _ in range(12):
         world.stand_still(4.0)
-    assert "actor-0 has made no progress" in caplog.text
+    assert "actor-0 was not heard for" in caplog.text
 
 
 def test_a_renewal_that_waited_for_the_buffer_is_read_before_the_standstill_is_counted(world):
@@ -983,6 +984,7 @@ def test_status_shows_rates_leases_and_who_waits_for_what(world):
         "weights": "1.0",
         "trajectories_per_s": 0.25,
         "tokens_per_s": 0.75,
+        "phase": "",
         "seen_s_ago": 2.0,
         "leases": 1,
         "doing": "",

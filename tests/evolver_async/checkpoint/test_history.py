@@ -12,8 +12,8 @@ import pytest
 from actors.experience.store import FILE, Store
 from evolver_async.buffer.log.journal import Journal
 from evolver_async.buffer.stages import evaluation_digest
-from evolver_async.buffer.tasks.files import rows_of
 from evolver_async.buffer.state import records
+from evolver_async.buffer.tasks.files import rows_of
 from evolver_async.checkpoint import history
 from evolver_async.checkpoint.directory import (
     CheckpointError,

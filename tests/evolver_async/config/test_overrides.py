@@ -101,7 +101,7 @@ def test_an_error_of_the_run_is_not_blamed_on_the_override_of_a_stage(
         "learner.threads",
         "learner.max_bad_steps",
         "critic.kind",
-        "rollout.reward_terms",
+        "reward.success",
         "buffer.lease_s",
         "buffer.stall_s",
         "buffer.warn_s",

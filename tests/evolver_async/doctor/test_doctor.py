@@ -355,7 +355,9 @@ def test_a_recipe_that_cannot_run_here_is_told_every_key(recipe, capsys, monkeyp
     wanted = ["policy.path=/nowhere", "env.name=frozen_lak", "learner.device=cuda"]
     assert main(["doctor", str(recipe), *wanted]) == 1
     last = capsys.readouterr().out.strip().splitlines()[-1]
-    assert last.endswith("change or provide: learner.device=cuda, policy.path, env.name.")
+    assert last.endswith(
+        "change or provide: learner.device=cuda, learner.packing, policy.path, env.name."
+    )
 
 
 def test_a_recipe_that_is_none_is_one_sentence(capsys):

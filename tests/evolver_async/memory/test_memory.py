@@ -109,7 +109,7 @@ def test_aligned_gradients_take_eight_bytes_a_trained_parameter() -> None:
 
 def test_a_separate_critic_has_the_copies_that_the_policy_has() -> None:
     critic = ("advantage={kind: gae}", "critic.kind=separate")
-    short = planned(*critic, "policy.dtype=bfloat16")
+    short = planned(*critic, "policy.dtype=bfloat16", gpu=True)
     assert part(short, "learner", "critic") == (16 + 2) * SHAPE.decoder
     ranks = planned(*critic, "policy.dtype=bfloat16", "learner.ranks=2", "launch.kind=local")
     assert part(ranks, "learner", "critic") == 16 * SHAPE.decoder / 2
@@ -118,6 +118,17 @@ def test_a_separate_critic_has_the_copies_that_the_policy_has() -> None:
     trained = part(alone, "learner", "critic")
     assert trained == 16 / 12 * part(alone, "learner", "gradients, moments")
     assert part(both, "learner", "critic") == (4 * SHAPE.decoder + trained) / 2
+
+
+def test_a_cpu_keeps_float32_and_a_rounded_copy_of_every_decoder() -> None:
+    plain, short = planned(), planned("policy.dtype=bfloat16")
+    for role in ("learner", "actor"):
+        assert part(short, role, "rounded weights") == 2 * SHAPE.decoder
+        assert part(plain, role, "rounded weights") == 0
+    assert part(short, "learner", "weights") == part(plain, "learner", "weights")
+    both = planned("policy.dtype=bfloat16", "advantage={kind: gae}", "critic.kind=separate")
+    assert part(both, "learner", "rounded weights") == 4 * SHAPE.decoder
+    assert part(planned("policy.dtype=bfloat16", gpu=True), "actor", "rounded weights") == 0
 
 
 def test_a_serial_run_holds_an_engine_for_each_actor() -> None:
@@ -199,8 +210,8 @@ def test_chunks_of_logits_are_as_large_as_those_of_the_model() -> None:
 
 def test_a_short_head_needs_what_sums_its_gradient_if_there_are_several_chunks() -> None:
     keys = ("policy.dtype=bfloat16", "learner.token_budget=4096")
-    several = planned(*keys, "learner.logprob_chunk=64")
-    one = planned(*keys, "learner.logprob_chunk=4096")
+    several = planned(*keys, "learner.logprob_chunk=64", gpu=True)
+    one = planned(*keys, "learner.logprob_chunk=4096", gpu=True)
     head = 10 * SHAPE.vocabulary * SHAPE.hidden
     chunks = 12 * SHAPE.vocabulary * (4096 - 64)
     assert part(several, "learner", "logits") - part(one, "learner", "logits") == head - chunks

@@ -40,7 +40,7 @@ def test_the_upload_waits_for_no_row_that_cannot_be_read(tmp_path: Path) -> None
 def test_a_torn_sample_costs_no_other_trajectory(tmp_path: Path) -> None:
     sample = {
         **{"trajectory": "t", "task": "a", "actor": "b", "reward": 1.0, "success": 1.0},
-        **{"turn_rewards": [1.0], "turn_versions": [["1:0"]], "labels": []},
+        **{"turn_rewards": [1.0], "turn_versions": [["1:0"]], "labels": [], "terms": {}},
         **{"text": [["ACTION", "left"]], "text_turns": [0]},
     }
     path = tmp_path / "samples" / "step_000001.jsonl"

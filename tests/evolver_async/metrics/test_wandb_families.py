@@ -35,6 +35,7 @@ PLACES = {  # an example of every placeholder
     "<kind>": "timeout",
     "<section>": "judge",
     "<name>": "learner",
+    "<term>": "exact",
 }
 
 
@@ -104,6 +105,7 @@ def sample(step: int) -> dict:
         "actor": "actor-0",
         "reward": 1.0,
         "success": True,
+        "terms": {"exact": 1.0},
         "turn_rewards": [0.0, 1.0],
         "labels": [-1, 1],
         "text": [["PROMPT", "p"], ["ACTION", "a"], ["OBSERVATION", "o"], ["ACTION", "b"]],
@@ -180,8 +182,11 @@ def test_histograms_tables_summary_and_config_can_be_read_back(
     stored = json.loads((file.parent / "files" / rows[1]["trajectories.path"]).read_text())
     assert stored["columns"] == list(COLUMNS)
     assert stored["data"] == [
-        [2, "2/0/0", "t", "actor-0", 1.0, True, 0, 0.0, "BAD", "1.3", "p", "", "", "a"],
-        [2, "2/0/0", "t", "actor-0", 1.0, True, 1, 1.0, "GOOD", "1.3, 1.4", "", "", "o", "b"],
+        [2, "2/0/0", "t", "actor-0", 1.0, True, "exact 1", 0, 0.0, "BAD", "1.3", "p", "", "", "a"],
+        [
+            *(2, "2/0/0", "t", "actor-0", 1.0, True, "exact 1", 1, 1.0, "GOOD"),
+            *("1.3, 1.4", "", "", "o", "b"),
+        ],
     ]
     assert summary_of(file)["eval/success"] == {"max": 1, "last": 0.5}
     assert summary_of(file)["offpolicy/ess"] == {"min": 0.5, "last": 0.5}

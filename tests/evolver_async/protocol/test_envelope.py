@@ -37,6 +37,7 @@ from evolver_async.protocol.evaluations import EvalResult, SetResult
 from evolver_async.protocol.failures import FailureTotal
 from evolver_async.protocol.messages import (
     Ack,
+    Beat,
     Contribute,
     Counters,
     Done,
@@ -255,6 +256,7 @@ MESSAGES = {
         values=st.dictionaries(text, number, max_size=3),
         failures=st.lists(failures, max_size=2),
     ),
+    "beat": st.builds(Beat, role=text, phase=text, count=count, busy=st.booleans(), share=number),
     "retrieve": st.builds(Retrieve, query=text),
     "contribute": st.builds(
         Contribute,
@@ -603,6 +605,8 @@ def test_a_wrong_value_is_refused_by_name(path: tuple, to: object, named: str) -
         (("reward",), "1.0", "reward"),
         (("timing",), {"env": float("inf")}, "timing.env"),
         (("timing",), {1: 1.0}, "timing"),
+        (("terms",), {"length": float("nan")}, "terms.length"),
+        (("metrics",), {"moves": float("-inf")}, "metrics.moves"),
         (("actor",), b"", "actor"),
         (("actor",), msgpack.ExtType(5, b"x"), "actor"),
         (("member",), -1, "member"),
@@ -632,7 +636,9 @@ def test_every_number_of_a_trajectory_that_may_be_a_fraction_is_finite() -> None
         return [f for one in inner if one is not None for f in floats(one, f"{path}[]")]
 
     known = floats(msgspec.inspect.type_info(Trajectory), "")
-    assert known == [".reward", ".timing[]"], "refuse NaN there as well, and say so here"
+    assert known == [".reward", ".timing[]", ".terms[]", ".metrics[]"], (
+        "refuse NaN there as well, and say so here"
+    )
 
 
 def test_an_error_carries_the_message_id() -> None:
@@ -756,7 +762,7 @@ def test_lengths_beyond_the_data_cost_no_memory() -> None:
 def test_sizes_are_refused_before_anything_is_read() -> None:
     junk = bytes([0x80])
     with pytest.raises(WireError, match=r"header: .* the limit is"):
-        unpack([junk * ((1 << 20) + 1)])
+        unpack([junk * (LIMITS.header_bytes + 1)])
     with pytest.raises(WireError, match="parcels: 9, the limit is 8"):
         unpack([junk] * 10, MessageLimits(parcels=8))
     with pytest.raises(WireError, match="trajectory: 17 bytes"):

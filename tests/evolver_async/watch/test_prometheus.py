@@ -34,6 +34,7 @@ STATUS: dict[str, Any] = {
     "take": 7,
     "stage": 1,
     "stalled": [],
+    "progress": {"step": 3, "share": 0.25, "eta_s": 30.0},
     "journal": {"bytes": 1000, "disk_free_bytes": 2000},
 }
 ROWS = [

@@ -37,6 +37,12 @@ ROW = {
 PLAYED = {"eval/episodes": 256, "eval/distinct": 9}
 
 
+def status(**parts: object) -> dict[str, object]:
+    """A STATUS as far as the view reads it."""
+    nothing = {"stage": 0, "stalled": [], "waiting": {}, "busy": [], "progress": None}
+    return nothing | {"evaluations": [], "failures": []} | parts
+
+
 def row(step: int, time_s: float) -> dict[str, object]:
     return {"step": step, "time_s": time_s, **ROW}
 
@@ -153,8 +159,9 @@ def test_the_panel_shows_steps_evaluations_and_who_waits() -> None:
     view.feed({"lineage": 1, "step": 10, "eval/success": 0.0, "eval/episodes": 8})
     view.feed({"lineage": 1, "step": 11, "eval/success": 1.0, "eval/episodes": 8})
     waits = {"learner": {"sample": {"reason": "3 of 8 ready", "for_s": 7.2}}}
-    stalls = [{"who": "actor-1", "what": "group 3 waits for members [2]", "for_s": 41.0}]
-    view.feed_status(json.loads(json.dumps({"stalled": stalls, "waiting": waits})))
+    stall = {"who": "actor-1", "what": "group 3 waits for members [2]", "for_s": 41.0}
+    found = status(stalled=[stall | {"silent": False}], waiting=waits)
+    view.feed_status(json.loads(json.dumps(found)), 0.0)
     text = text_of(view)
     assert "10/20 rl" in text and "▁█ 1.000" in text
     assert "learner waits 7 s: 3 of 8 ready" in text
@@ -172,11 +179,9 @@ def test_names_that_processes_give_themselves_are_text_alone(name: str) -> None:
     """A name in brackets is no markup, which ended the display, and none commands the terminal."""
     view = View("run", 20)
     view.feed(row(10, 5.0))
-    status = {
-        "stalled": [{"who": name, "what": f"waits for {name}", "for_s": 41.0}],
-        "waiting": {name: {"lease": {"reason": f"no {name}", "for_s": 7.2}}},
-    }
-    view.feed_status(status)
+    stall = {"who": name, "what": f"waits for {name}", "for_s": 41.0, "silent": False}
+    waiting = {name: {"lease": {"reason": f"no {name}", "for_s": 7.2}}}
+    view.feed_status(status(stalled=[stall], waiting=waiting), 0.0)
     shown, text = plain(name), text_of(view)
     assert f"{shown} has made no progress for 41 s: waits for {shown}" in text
     assert f"{shown} waits 7 s: no {shown}" in text and "\x1b" not in text

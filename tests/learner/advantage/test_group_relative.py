@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from evolver_async.config import AdvantageConfig
+from evolver_async.rewards import alike_in_group
 from learner.advantage.group_relative import (
     EstimatorInput,
     adca,
@@ -25,7 +26,6 @@ from learner.advantage.group_relative import (
     suffix_sums,
     unlabelled,
     unlabelled_groups,
-    zero_spread,
 )
 from learner.advantage.rewards import Rewards
 
@@ -280,7 +280,7 @@ def test_a_group_without_spread_gets_exactly_zero():
     reward_P, group_P = flat([[0.1, 0.1, 0.1], [0.0, 1.0, 0.0]])
     for kind in STDS:
         assert standardised(reward_P, group_P, std=kind)[:3].tolist() == [0, 0, 0]
-    assert zero_spread(reward_P, group_P).tolist() == [True] * 3 + [False] * 3
+    assert alike_in_group(reward_P, group_P).tolist() == [True] * 3 + [False] * 3
 
 
 def test_grpo_of_a_coin_is_plus_and_minus_one():
@@ -387,3 +387,15 @@ def test_opob_without_lag_and_with_equal_lengths_is_the_group_mean():
     reward, group = np.array([0.0, 1.0, 1.0, 0.0, 3.0]), np.array([0, 0, 0, 1, 1])
     found = opob(reward, group, np.zeros(5), np.full(5, 7), std="none")
     np.testing.assert_allclose(found, standardised(reward, group, std="none"))
+
+
+@pytest.mark.parametrize("kind", ["grpo", "grpo_process", "rloo", "opob"])
+@pytest.mark.parametrize("std", STDS)
+def test_sums_that_differ_by_rounding_alone_have_no_advantage(kind, std):
+    reward_P = np.array([0.1 + 0.2, 0.3, 0.3, 1.0])
+    group_P, zeros_P = np.array([0, 0, 1, 1]), np.zeros(4)
+    rewards = Rewards(reward_P, group_P, np.arange(5), reward_P, zeros_P.astype(np.int8))
+    given_ = EstimatorInput(alpha=0.0, baseline=0.0, log_weight_P=zeros_P, length_P=zeros_P + 1)
+    settings_ = AdvantageConfig(kind=kind, std=std)
+    found_U, _ = estimator_of(settings_)(rewards, given_, settings_)
+    assert found_U[:2].tolist() == [0.0, 0.0] and np.abs(found_U[2:]).min() > 0.1

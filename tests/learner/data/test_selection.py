@@ -160,3 +160,21 @@ def test_a_selection_of_anything_but_indices_ends_training_with_its_name(wrong: 
     said = rf"^selection\.kind: {kind} must return indices of groups, from 0 to 1"
     with pytest.raises(TrainingError, match=said):
         select(make_groups([[0, 1], [1, 0]]), settings, seed=0)
+
+
+def test_rewards_that_differ_by_rounding_alone_are_equal():
+    groups = make_groups([[0.1 + 0.2, 0.3], [0.0, 2e-6]])
+    selected = select(groups, SelectionConfig(kind="dynamic"), seed=0)
+    assert reward_spread(groups[0]) == 0.0
+    assert selected.filtered == {"zero_spread": [100]}
+
+
+@pytest.mark.parametrize("kind", ["spread", "top_p", "top_k", "min_p", "dynamic"])
+def test_by_success_shaping_alone_trains_no_group(kind):
+    """All failed with different rewards, all succeeded with different rewards, and both."""
+    groups = make_groups([[-0.3, -0.1], [0.5, 1.0], [-0.1, 1.0]])
+    settings = SelectionConfig(kind=kind, by="success", keep=1.0)
+    selected = select(groups, settings, seed=0)
+    assert [group.group_id for group in selected.groups] == [102]
+    assert selected.filtered == {"zero_spread": [100, 101]}
+    assert len(select(groups, SelectionConfig(kind=kind, keep=1.0, p=0.1), seed=0).groups) > 0

@@ -10,7 +10,13 @@ from msgspec.structs import replace
 
 from evolver_async.schema import TurnFlag
 from learner.data.collate import guided
-from learner.diagnostics.rollouts import env_metrics, experience_metrics, rollout_metrics
+from learner.diagnostics.rollouts import (
+    env_metrics,
+    experience_metrics,
+    length_metrics,
+    own_metrics,
+    rollout_metrics,
+)
 
 
 @settings(max_examples=examples(60))
@@ -81,3 +87,22 @@ def test_success_is_told_by_environment():
         for one, success in zip(group.trajectories, outcomes, strict=True):
             one.success = success
     assert env_metrics(groups) == {"train/success/maze": 0.25, "train/success/pond": 1.0}
+
+
+def test_lengths_count_action_tokens_and_cuts_count_turns_or_episodes():
+    (group,) = make_groups(0, 1, 4, sequences=1)
+    flags = ([TurnFlag.CUT, 0], [0, TurnFlag.CUT], [TurnFlag.OBSERVATION_CUT, 0], [0, 0])
+    for one, marks in zip(group.trajectories, flags, strict=True):
+        one.turn_flags, one.truncated = np.array(marks, np.uint8), False
+    group.trajectories[3].truncated = True
+    group.trajectories[0].metrics, group.trajectories[1].metrics = {"far": 1.0}, {"far": 4.0}
+    lengths = [one.action_tokens for one in group.trajectories]
+    assert len(set(lengths)) > 1
+    assert length_metrics([group]) == {
+        "train/length": sum(lengths) / 4,
+        "train/length_max": max(lengths),
+        "train/truncated": 2 / 4,  # cut within its last turn; ended by a limit of turns
+        "train/cut_turns": 2 / 8,
+        "train/cut_observations": 1 / 8,
+    }
+    assert own_metrics([group]) == {"env/far": 2.5}

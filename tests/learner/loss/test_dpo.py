@@ -17,7 +17,7 @@ from updates import FORKS, config, updater
 from evolver_async.config import Config, LossConfig, StageConfig
 from evolver_async.config.load import stage_config
 from evolver_async.model import policy
-from evolver_async.schema import Group, Role
+from evolver_async.schema import Group, Role, TurnFlag
 from learner.data.batch import Batch
 from learner.data.collate import Lag, collate
 from learner.diagnostics.offpolicy import Accounting
@@ -47,6 +47,16 @@ def test_the_best_and_the_worst_of_a_group_are_compared_the_first_of_equals():
     ]
     assert [group.group_id for group in chosen.groups] == [1, 3]
     assert chosen.filtered == {"zero_spread": [2]}
+
+
+def test_an_overlong_member_is_in_no_pair_where_it_is_masked():
+    best, others, whole = group_of(1, [0, 0.5, 1]), group_of(2, [0, 1]), group_of(3, [0, 1])
+    for group, member in ((best, 2), (others, 0)):
+        group.trajectories[member].turn_flags[-1] = TurnFlag.CUT
+    assert [group.group_id for group in pairs([best, others, whole]).groups] == [1, 2, 3]
+    chosen = pairs([best, others, whole], masked=True)
+    members = [[one.member for one in group.trajectories] for group in chosen.groups]
+    assert members == [[0, 1], [0, 1]] and chosen.filtered == {"truncated": [2]}
 
 
 def test_a_pair_of_which_one_cannot_be_trained_is_left_out():
@@ -210,3 +220,12 @@ def test_a_stage_of_a_run_learns_the_bandit_from_what_its_first_policy_sampled(t
     assert math.exp(rows[-1]["dpo/better"]) * sum(success) / len(success) > 0.8
     (*_, last) = (row["eval/success"] for row in run.rows if "eval/success" in row)
     assert rows[-1]["dpo/accuracy"] == 1 and last >= 0.9
+
+
+def test_by_success_a_group_that_failed_throughout_makes_no_pair():
+    shaped, solved = group_of(0, [-0.3, -0.1]), group_of(1, [-0.1, 1.0])
+    solved.trajectories[0].success, solved.trajectories[1].success = False, True
+    for one in shaped.trajectories:
+        one.success = False
+    assert pairs([shaped, solved], "success").filtered == {"zero_spread": [0]}
+    assert pairs([shaped, solved]).filtered == {}
