@@ -75,6 +75,8 @@ HOMES: dict[str, tuple[str, ...]] = {
     "mpmath": ("evolver_async.study.statistics",),
     "textual": ("evolver_async.dashboard.app",),
     "bokeh": ("evolver_async.report.plots",),
+    "datasets": ("evolver_async.buffer.tasks.tables",),
+    "pyarrow": ("evolver_async.buffer.tasks.tables",),
     "omegaconf": ("evolver_async.config",),
     "msgpack": ("evolver_async.protocol.bounded",),
     "torch": (

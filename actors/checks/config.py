@@ -61,9 +61,10 @@ def check(config: Config) -> None:
     if config.questioning.profile:
         load_profile(config.questioning.profile)
     probed = set[str]()
-    for index, stage, staged, task, env in _environments(config):
+    for index, stage, staged, source, task, env in _environments(config):
         name = task.env
-        check_terms(staged, task)
+        with placed(source, task):
+            check_terms(staged, task)
         _check_async(index, stage, staged, name, env)
         _check_turns(staged, name, env)
         _check_service(staged, name, env, probed)
@@ -107,7 +108,9 @@ def check_own(config: Config) -> None:
     extractor(rollout.extract)
 
 
-def _environments(config: Config) -> Iterator[tuple[int, StageConfig, Config, Task, base.Env]]:
+def _environments(
+    config: Config,
+) -> Iterator[tuple[int, StageConfig, Config, TaskSource, Task, base.Env]]:
     """Yield every environment that tasks of a stage need, with the stage's own configuration; of
     rows those of a few."""
     for index, stage in enumerate(config.stages):
@@ -116,7 +119,7 @@ def _environments(config: Config) -> Iterator[tuple[int, StageConfig, Config, Ta
         for task in source.examples():
             with placed(source, task):
                 env = base.make_env(task.env, task.params)
-            yield index, stage, staged, task, env
+            yield index, stage, staged, source, task, env
 
 
 def _check_evaluated(config: Config, probed: set[str]) -> None:

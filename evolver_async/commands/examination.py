@@ -4,7 +4,7 @@ import argparse
 import contextlib
 
 from evolver_async.commands.recipes import names_file, recipe_path
-from evolver_async.config.load import load, to_yaml
+from evolver_async.config.load import load, load_explained, to_yaml
 from evolver_async.config.paths import with_absolute_paths
 from evolver_async.config.plan import plan
 from evolver_async.config.secrets import mask
@@ -30,10 +30,10 @@ def show(args: argparse.Namespace) -> int:
     """Print the resolved recipe as YAML, and in comments what it would run."""
     if not args.positional or not names_file(args.positional[0]):
         raise ConfigError("config: a recipe must come first: evolver-async config RECIPE …")
-    config = load(recipe_path(args.positional[0]), args.positional[1:])
+    config, reasons = load_explained(recipe_path(args.positional[0]), args.positional[1:])
     with contextlib.suppress(ValueError):  # an environment that this machine lacks: `doctor` tells
         config = resolve("formats")(config)
-    print(mask(to_yaml(config)), end="")
+    print(mask(to_yaml(config, reasons)), end="")
     for line in plan(config):
         print(f"# {mask(line)}")
     return 0

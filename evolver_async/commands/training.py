@@ -11,7 +11,8 @@ from pathlib import Path
 from evolver_async.commands.checked import as_config_errors, run_directory
 from evolver_async.commands.recipes import names_file, recipe_path
 from evolver_async.config import Config, ConfigError
-from evolver_async.config.load import load, load_written
+from evolver_async.config.load import load_explained, load_written
+from evolver_async.config.model_defaults import said
 from evolver_async.config.paths import directory_of, with_absolute_paths
 from evolver_async.errors import TRAINING_ERROR, USER_ERROR, TrainingError, Unrecoverable
 from evolver_async.launch import forking
@@ -110,9 +111,11 @@ def _prepare(args: argparse.Namespace, held: contextlib.ExitStack) -> tuple[Conf
     recipe, dotlist = _recipe_of(args)
     auto = args.resume == AUTO
     if args.resume is None or auto:
-        given = load(recipe, dotlist)
+        given, reasons = load_explained(recipe, dotlist)
         begun = _begun(given) if auto else None
         if begun is None:
+            if reasons:
+                print("\n".join(said(given, reasons)), flush=True)
             config, run_dir = create(given, recipe)
             held.enter_context(locked(run_dir))
             return config, run_dir

@@ -44,6 +44,18 @@ def apply_arguments(resolved: DictConfig, dotlist: Sequence[str]) -> DictConfig:
     return resolved
 
 
+def named_keys(dotlist: Sequence[str]) -> set[str]:
+    """Return the keys `section.name` that arguments set for the whole run."""
+    trees = [one.tree for one in map(_argument, dotlist) if not one.stage and one.key != APPEND]
+    return {
+        f"{section}.{name}"
+        for tree in trees
+        for section, values in tree.items()
+        if isinstance(values, dict)
+        for name in values
+    }
+
+
 def _argument(entry: str) -> Argument:
     """Read `key=value`, the value as YAML, or as it is for a key whose values are texts."""
     key, equals, text = entry.partition("=")

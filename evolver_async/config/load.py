@@ -1,11 +1,12 @@
-"""Loading of a configuration: defaults of the dataclasses, then recipe files, then arguments.
+"""Loading of a configuration: defaults of the dataclasses, those for the model at hand, then recipe
+files, then arguments.
 
 Unknown keys, wrong types and impossible combinations are a ConfigError that names the key. The
 plain-dict form is the one inside WELCOME.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,11 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from evolver_async.config import merge
-from evolver_async.config.arguments import apply_arguments
+from evolver_async.config.arguments import apply_arguments, named_keys
 from evolver_async.config.checks import check, check_stage
 from evolver_async.config.checks.learner import idle
 from evolver_async.config.merge import apply, defaults, to_config
+from evolver_async.config.model_defaults import Default, model_defaults
 from evolver_async.config.overrides import refuse_whole_run, refuse_whole_stage
 from evolver_async.config.secrets import escaped
 from evolver_async.config.sections import Config
@@ -39,13 +41,45 @@ def load(path: Path | str | None, dotlist: Sequence[str] = ()) -> Config:
     are checked by `check_paths` alone. A recipe, text or override that names another environment
     drops the parameters of the one before.
     """
-    resolved = defaults()
-    if path is not None:
-        for tree in _read(Path(path)):
-            resolved = apply(resolved, tree)
-    config = to_config(apply_arguments(resolved, dotlist))
+    return load_explained(path, dotlist)[0]
+
+
+def load_explained(
+    path: Path | str | None, dotlist: Sequence[str] = ()
+) -> tuple[Config, dict[str, str]]:
+    """Return what `load` does, and the reason of each key that follows from the model at hand."""
+    trees = [] if path is None else _read(Path(path))
+    config = _merged({}, trees, dotlist)
+    layer = {}
+    if config.policy.path:
+        named = {key for tree in trees for key in _leaves(tree)} | named_keys(dotlist)
+        layer = model_defaults(config, named)
+        config = _merged(_nested(layer), trees, dotlist)
     _check(config)
-    return config
+    return config, {key: default.why for key, default in layer.items()}
+
+
+def _merged(layer: dict[str, Any], trees: list[dict[str, Any]], dotlist: Sequence[str]) -> Config:
+    """Merge the layer of the model, recipes and arguments over the defaults, in this order."""
+    resolved = apply(defaults(), layer)
+    for tree in trees:
+        resolved = apply(resolved, tree)
+    return to_config(apply_arguments(resolved, dotlist))
+
+
+def _leaves(tree: dict[str, Any]) -> Iterator[str]:
+    """Yield the keys `section.name` of a tree of sections."""
+    for section, values in tree.items():
+        yield from (f"{section}.{name}" for name in values) if isinstance(values, dict) else ()
+
+
+def _nested(layer: dict[str, Default]) -> dict[str, Any]:
+    """Return the tree of sections of a layer."""
+    tree: dict[str, Any] = {}
+    for key, default in layer.items():
+        section, _, name = key.partition(".")
+        tree.setdefault(section, {})[name] = default.value
+    return tree
 
 
 def load_written(run_dir: Path, changes: Sequence[str] = (), *, checked: bool = True) -> Config:
@@ -199,9 +233,18 @@ def dump(config: Config, path: Path) -> None:
     write_whole(path, f"{to_yaml(config)}{END}\n")
 
 
-def to_yaml(config: Config) -> str:
-    """Return the whole configuration as YAML. References to the environment stay references."""
-    return OmegaConf.to_yaml(merge.structured(config))
+def to_yaml(config: Config, reasons: Mapping[str, str] | None = None) -> str:
+    """Return the whole configuration as YAML. References to the environment stay references.
+
+    `reasons`: texts by key `section.name`, for a comment behind its value.
+    """
+    text = OmegaConf.to_yaml(merge.structured(config))
+    section, lines = "", []
+    for line in text.splitlines() if reasons else ():
+        section = line.partition(":")[0] if line[:1].strip() else section
+        why = reasons and reasons.get(f"{section}.{line.strip().partition(':')[0]}")
+        lines.append(f"{line}  # model: {why}" if why and line.startswith("  ") else line)
+    return "\n".join([*lines, ""]) if reasons else text
 
 
 def to_dict(config: Config) -> dict[str, Any]:

@@ -6,9 +6,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+from evolver_async.config import hub
 from evolver_async.config.secrets import reveal
 from evolver_async.config.sections import Config
 from evolver_async.config.sections.run import RunName
+from evolver_async.config.shape import GGUF
 from evolver_async.config.values.errors import ConfigError
 from evolver_async.config.values.rules import check_value
 
@@ -29,7 +31,14 @@ def with_absolute_paths(config: Config) -> Config:
     embedder = config.experience.embedder
     return replace(
         with_task_paths(config, of_rows),
-        policy=replace(config.policy, path=absolute(config.policy.path)),
+        policy=replace(
+            config.policy,
+            path=(
+                config.policy.path
+                if hub.is_id(config.policy.path)
+                else absolute(config.policy.path)
+            ),
+        ),
         experience=replace(
             config.experience, embedder=embedder if embedder == "hash" else absolute(embedder)
         ),
@@ -72,13 +81,7 @@ def embeds_by_model(config: Config) -> bool:
 
 def check_paths(config: Config) -> None:
     """Raise ConfigError for a path of the configuration that is missing or not writable."""
-    if config.policy.path:
-        directory = Path(config.policy.path)
-        if not directory.is_dir():
-            raise ConfigError(f"policy.path: {directory} is not a directory")
-        for name in ("config.json", "tokenizer.json"):
-            if not (directory / name).is_file():
-                raise ConfigError(f"policy.path: {directory} has no {name}")
+    _check_policy(config)
     embedder = config.experience.embedder
     if embeds_by_model(config) and not Path(embedder).is_dir():
         raise ConfigError(f"experience.embedder: {embedder} is neither hash nor a directory")
@@ -90,6 +93,26 @@ def check_paths(config: Config) -> None:
         raise ConfigError(
             f"weights.dir: {config.weights.dir} cannot be written to: {error.strerror}"
         ) from None
+
+
+def _check_policy(config: Config) -> None:
+    """Raise ConfigError unless `policy.path` is a model, or one that a start can make or fetch."""
+    path = Path(config.policy.path)
+    if not config.policy.path:
+        return
+    if hub.is_id(config.policy.path):
+        if not config.policy.download:
+            hub.snapshot(config.policy)
+        return
+    if path.suffix == GGUF:
+        if not path.is_file():
+            raise ConfigError(f"policy.path: {path} does not exist")
+        return
+    if not path.is_dir():
+        raise ConfigError(f"policy.path: {path} is not a directory")
+    for name in hub.NEEDED:
+        if not (path / name).is_file():
+            raise ConfigError(f"policy.path: {path} has no {name}")
 
 
 def check_name(key: str, name: str) -> None:

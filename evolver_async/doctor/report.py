@@ -18,11 +18,11 @@ from rich.table import Table
 from rich.text import Text
 
 from evolver_async.config import Config
+from evolver_async.config.shape import shape_of
 from evolver_async.doctor.probes.result import ProbeResult
 from evolver_async.doctor.recipe_check import Requirement, requirements
 from evolver_async.memory.host import available_bytes, uses_gpu
 from evolver_async.memory.plan import MemoryPlan, memory_plan
-from evolver_async.memory.shape import shape_of
 from evolver_async.memory.units import gib
 
 DEADLINE_S = 120.0  # of one probe; vLLM takes half a minute to import on a busy machine

@@ -24,7 +24,7 @@ from evolver_async.buffer.tasks.files import rows_of
 from evolver_async.buffer.tasks.rows import stored
 from evolver_async.buffer.tasks.source import held_out_task
 from evolver_async.checkpoint.directory import exists
-from evolver_async.config import Config, TasksConfig
+from evolver_async.config import Config, TasksConfig, hub
 from evolver_async.config.load import dump, load_written, stage_as_written, stage_config
 from evolver_async.config.paths import ROWS, directory_of, with_absolute_paths
 from evolver_async.config.values.errors import ConfigError
@@ -32,6 +32,7 @@ from evolver_async.errors import USER_ERROR, Unrecoverable
 from evolver_async.files import write_whole
 from evolver_async.launch.registry import resolve
 from evolver_async.launch.run_directory import (
+    CONVERTED,
     CREATING,
     EXACT,
     LOCK,
@@ -77,7 +78,7 @@ def create(
         try:
             _clear(run_dir)
             fill(run_dir)
-            resolved = with_own_tasks(resolved, run_dir)
+            resolved = with_snapshot(with_own_tasks(resolved, run_dir))
             dump(resolved, run_dir / "config.yaml")
             resolved = complete(resolved, run_dir)
         except BaseException:
@@ -113,7 +114,7 @@ def _refuse_existing(run_dir: Path) -> None:
 
 def _clear(run_dir: Path) -> None:
     """Mark the directory as incomplete; remove the files of an interrupted creation."""
-    (run_dir / CREATING).touch()
+    write_whole(run_dir / CREATING, "")
     for left in run_dir.iterdir():
         if left.is_dir() and not left.is_symlink():
             shutil.rmtree(left)
@@ -121,15 +122,24 @@ def _clear(run_dir: Path) -> None:
             left.unlink()
 
 
+def with_snapshot(config: Config) -> Config:
+    """Name the directory and the commit of a hub's model, downloaded if need be, not its id."""
+    if not hub.is_id(config.policy.path):
+        return config
+    directory = hub.snapshot(config.policy)
+    named = replace(config.policy, path=str(directory), revision=directory.name)
+    return replace(config, policy=named)
+
+
 def complete(config: Config, run_dir: Path) -> Config:
-    """Make the files that a run directory needs beside its configuration; return this, decided."""
+    """Make the files that a run directory needs beside its configuration; return this, with the
+    precision that was decided and the directory that a .gguf file was converted to."""
     own = run_dir / "policy"
-    copied = exists(run_dir / "checkpoints")
-    if config.policy.path == str(own) and own.exists() and not copied:
+    whole = exists(run_dir / "checkpoints") or (run_dir / CREATING).read_text() == CONVERTED
+    if config.policy.path == str(own) and own.exists() and not whole:
         shutil.rmtree(own)  # perhaps incomplete: its creation was interrupted
     _prepare(config, run_dir)
-    decided = load_written(run_dir, checked=False).policy.dtype
-    config = replace(config, policy=replace(config.policy, dtype=decided))
+    config = replace(config, policy=load_written(run_dir, checked=False).policy)
     measure(config, run_dir)
     (run_dir / CREATING).unlink()
     return config

@@ -13,12 +13,24 @@ from evolver_async.config import Config
 from evolver_async.config.load import dump, load_written, stage_as_written
 from evolver_async.config.paths import with_absolute_paths
 from evolver_async.config.sections.run import limits_reached
+from evolver_async.config.shape import GGUF
 from evolver_async.config.values.errors import ConfigError
-from evolver_async.launch.creation import check_changed, complete, measure, with_own_tasks
+from evolver_async.launch.creation import (
+    check_changed,
+    complete,
+    measure,
+    with_own_tasks,
+    with_snapshot,
+)
 from evolver_async.launch.run_directory import ACTORS, CREATING, PAUSED, config_of
 from evolver_async.launch.start_checks import check_start
 
-MAY_CHANGE = ("path", "max_length")  # of the policy; its other keys shape or scale the weights
+MAY_CHANGE = (
+    "path",
+    "download",
+    "revision",
+    "max_length",
+)  # of the policy; its other keys shape or scale the weights
 CRITIC = "critic."  # beginning of the names of a critic's files in a checkpoint
 
 
@@ -38,6 +50,9 @@ def resume(run_dir: Path, dotlist: Sequence[str], step: int | str | None = None)
     (run_dir / ACTORS).unlink(missing_ok=True)
     config = with_absolute_paths(config_of(run_dir, dotlist))
     incomplete = (run_dir / CREATING).exists()
+    if config.policy.path.endswith(GGUF) and not incomplete:
+        raise ConfigError("policy.path: a .gguf file is converted only when a run is created")
+    config = with_snapshot(config)
     no_policy = incomplete and config.policy.path == str(run_dir / "policy")
     check_start(replace(config, policy=replace(config.policy, path="")) if no_policy else config)
     before = with_absolute_paths(config_of(run_dir, checked=False))

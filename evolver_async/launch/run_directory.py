@@ -30,6 +30,7 @@ EXACT = "exact.json"
 PAUSED = "PAUSED"
 ACTORS = "ACTORS"
 CREATING = ".creating"
+CONVERTED = "converted"  # content of `.creating` as soon as `policy` is a whole, converted model
 ORIGIN = "origin.json"
 LOCK = "lock"
 RUN = "run.json"

@@ -10,6 +10,7 @@ from pathlib import Path
 from evolver_async.buffer.state.sampling import sampler_of
 from evolver_async.config import Config
 from evolver_async.config.load import stage_config
+from evolver_async.config.model_defaults import large_rates
 from evolver_async.config.paths import check_paths, with_absolute_paths
 from evolver_async.config.sections.channel import host_and_port
 from evolver_async.config.values.errors import ConfigError
@@ -44,6 +45,13 @@ def problems_of(config: Config) -> list[str]:
         except ValueError as error:
             problems.append(str(error))
     return problems
+
+
+def check_rates(config: Config) -> None:
+    """Raise ConfigError for a learning rate that would ruin the trained model of `policy.path`."""
+    stages = [stage_config(config, index) for index in range(len(config.stages))]
+    for problem in large_rates(config, stages):
+        raise ConfigError(problem)
 
 
 def _check_ray(config: Config) -> None:
@@ -149,6 +157,14 @@ def _check_own(config: Config) -> None:
 
 
 CHECKS = (
-    *(check_paths, check_wings, _check_own, check_addresses, check_temporary, _check_prometheus),
+    *(
+        check_paths,
+        check_rates,
+        check_wings,
+        _check_own,
+        check_addresses,
+        check_temporary,
+        _check_prometheus,
+    ),
     *(_check_ray, _check_gpus, _check_wandb, _sweep, check_memory, check_gpu_memory),
 )

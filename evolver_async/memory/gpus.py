@@ -11,6 +11,7 @@ from functools import cache
 
 from evolver_async.config import Config
 from evolver_async.config.sections.channel import channel, versions_kept
+from evolver_async.config.shape import shape_of
 from evolver_async.config.values.errors import ConfigError
 from evolver_async.memory.bounds import (
     Shape,
@@ -20,7 +21,6 @@ from evolver_async.memory.bounds import (
     weight_bytes,
 )
 from evolver_async.memory.host import uses_gpu
-from evolver_async.memory.shape import shape_of
 from evolver_async.memory.units import MIB, gib, stored
 
 QUERY = ("nvidia-smi", "--query-gpu=index,uuid,memory.total", "--format=csv,noheader,nounits")

@@ -7,9 +7,9 @@ import psutil
 
 from evolver_async.config import Config
 from evolver_async.config.sections.channel import channel
+from evolver_async.config.shape import shape_of
 from evolver_async.config.values.errors import ConfigError
 from evolver_async.memory.plan import MemoryPlan, memory_plan
-from evolver_async.memory.shape import shape_of
 from evolver_async.memory.units import gib
 
 MEMBERSHIP = Path("/proc/self/cgroup")

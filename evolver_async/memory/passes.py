@@ -1,29 +1,17 @@
 """Bytes that a model's passes take beside its weights, at their peak."""
 
 from evolver_async.config import Config
-from evolver_async.memory.shape import DecoderShape
+from evolver_async.config.shape import DecoderShape
 from evolver_async.memory.units import DTYPE_BYTES, FLOAT
 
 LOGITS = {False: 1 << 25, True: 1 << 27}  # most of a chunk, and on a GPU: as in model.policy
-
-
-def token_activations(shape: DecoderShape) -> int:
-    """Count the values that one layer keeps of a token for its backward pass.
-
-    Two norms keep input, normalised input and output; queries and keys are kept before and after
-    their norm and after rotation, values once, attention's output twice (by heads and merged); the
-    MLP keeps its gate before and after the activation, the other factor and the product.
-    """
-    norms = 6 * shape.hidden
-    attention = 5 * shape.queries + 4 * shape.keys
-    return norms + attention + 4 * shape.inner
 
 
 def activation_bytes(config: Config, shape: DecoderShape) -> float:
     """Bytes that a pass over `learner.token_budget` tokens keeps for its backward pass."""
     size = DTYPE_BYTES[config.policy.decided_dtype]
     tokens = config.learner.token_budget or config.policy.max_length
-    layer = token_activations(shape) * tokens * size
+    layer = shape.activations * tokens * size
     if config.learner.gradient_checkpointing:
         return tokens * shape.layers * shape.hidden * size + layer
     return shape.layers * layer

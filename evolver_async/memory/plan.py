@@ -14,9 +14,9 @@ from pathlib import Path
 from evolver_async.config import Config
 from evolver_async.config.load import stage_config
 from evolver_async.config.sections.channel import channel, versions_kept
+from evolver_async.config.shape import DecoderShape
 from evolver_async.memory.bounds import CRITICS, MAX_COPIED
 from evolver_async.memory.passes import activation_bytes, logits_bytes, prefill_bytes
-from evolver_async.memory.shape import DecoderShape
 from evolver_async.memory.units import DTYPE_BYTES, FLOAT, MIB, stored
 
 PREFILL = "prefill"  # held while an engine computes: in a serial run one at a time

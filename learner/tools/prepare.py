@@ -15,10 +15,12 @@ from evolver_async.config import Config, ConfigError
 from evolver_async.config.load import dump, load_written, stage_config
 from evolver_async.config.paths import embeds_by_model
 from evolver_async.config.sections.channel import channel
+from evolver_async.config.shape import GGUF
 from evolver_async.launch.gpus import VISIBLE
 from evolver_async.launch.registry import resolve
+from evolver_async.launch.run_directory import CONVERTED, CREATING
 from evolver_async.memory.gpus import gpus_used
-from evolver_async.model import policy
+from evolver_async.model import gguf, policy
 from evolver_async.model.precision import FASTER, gains, load_policy, on_gpu
 from evolver_async.process.setup import RoleArgs
 from learner.optimize import model
@@ -29,7 +31,8 @@ NAMES_KEY = re.compile(r"(policy|learner)\.[a-z_.]+: ")
 
 
 def main(args: RoleArgs) -> int:
-    """Write the tiny preset if the run has no policy directory; refuse a broken one.
+    """Write the tiny preset if the run has no policy directory, or convert the .gguf file that it
+    names; refuse a broken model.
 
     Decide for `policy.dtype=auto`, once for all processes of the run, and write it to the run's
     configuration: engines and learner have to round alike, whatever their hosts are faster with.
@@ -41,9 +44,10 @@ def main(args: RoleArgs) -> int:
         raise ConfigError(problem)
     _check_embedder(config)
     try:
-        _make(config, args.run_dir / "policy")
+        scratch = config.policy.path == str(args.run_dir / "policy")
+        config = _made(config, args.run_dir)
         if config.policy.dtype == "auto":
-            config = _decide(config, args.run_dir)
+            config = _decide(config, args.run_dir, scratch)
         _load(config)
     except policy.ModelError as error:
         said = " ".join(str(error).split())
@@ -98,9 +102,17 @@ def _stages(config: Config) -> Iterator[Config]:
             yield stage_config(config, index, rollbacks=1)
 
 
-def _make(config: Config, directory: Path) -> None:
-    """Write the tiny preset to the run's own policy directory, unless it is there."""
-    if config.policy.path == str(directory) and not directory.exists():
+def _made(config: Config, run_dir: Path) -> Config:
+    """Write the run's own policy directory, unless it is there; return a configuration that names
+    it, which is also that of the run from then on."""
+    directory = run_dir / "policy"
+    if config.policy.path.endswith(GGUF):
+        if not directory.exists():
+            gguf.convert(Path(config.policy.path), directory)
+        (run_dir / CREATING).write_text(CONVERTED)
+        config = replace(config, policy=replace(config.policy, path=str(directory)))
+        dump(config, run_dir / "config.yaml")
+    elif config.policy.path == str(directory) and not directory.exists():
         policy.make_tiny(
             directory,
             seed=config.run.seed,
@@ -111,24 +123,25 @@ def _make(config: Config, directory: Path) -> None:
             max_length=config.policy.max_length,
             words=_vocabulary(config),
         )
+    return config
 
 
-def _decide(config: Config, run_dir: Path) -> Config:
+def _decide(config: Config, run_dir: Path, scratch: bool) -> Config:
     """Write the precision of a run and return its configuration."""
-    dtype, why = _precision(config, run_dir)
+    dtype, why = _precision(config, scratch)
     log.info("policy.dtype: %s, as %s", dtype, why)
     config = replace(config, policy=replace(config.policy, dtype=dtype))
     dump(config, run_dir / "config.yaml")
     return config
 
 
-def _precision(config: Config, run_dir: Path) -> tuple[Literal["float32", "bfloat16"], str]:
+def _precision(config: Config, scratch: bool) -> tuple[Literal["float32", "bfloat16"], str]:
     """Choose the precision of a run; return it and the reason.
 
     Numbers count more than speed where nothing is known: on the nodes of Ray, and where engine and
     learner would not round alike.
     """
-    if config.policy.path == str(run_dir / "policy"):
+    if scratch:
         return "float32", "the model is made from scratch"
     devices = config.learner.device, config.engine.device
     if all(

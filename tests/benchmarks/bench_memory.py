@@ -16,8 +16,8 @@ import psutil
 from memory_samples import Peak, measured
 
 from evolver_async.config.load import load
+from evolver_async.config.shape import shape_of
 from evolver_async.memory.plan import MemoryPlan, memory_plan
-from evolver_async.memory.shape import shape_of
 
 ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "configs" / "bandit.yaml"

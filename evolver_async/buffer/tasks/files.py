@@ -29,8 +29,8 @@ from evolver_async.buffer.tasks.rows import (
     LINES,
     META,
     ROW_BYTES,
-    File,
     Meta,
+    RowFile,
     Rows,
     columns_are,
     messages_of,
@@ -69,7 +69,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 @dataclass(frozen=True)
-class RowsPart:
+class RowPart:
     """Rows of one file, or of a split of a data set. `at`: the key and the name, for messages."""
 
     at: str
@@ -148,9 +148,9 @@ def _read(
     return Rows(Path(held.name), held)
 
 
-def _agreeing(parts: Iterator[RowsPart]) -> Iterator[RowsPart]:
+def _agreeing(parts: Iterator[RowPart]) -> Iterator[RowPart]:
     """Yield the parts; refuse some with a split of their own beside others without."""
-    first: RowsPart | None = None
+    first: RowPart | None = None
     for part in parts:
         first = first or part
         if part.at == "tasks.path" and (part.split is None) != (first.split is None):
@@ -161,7 +161,7 @@ def _agreeing(parts: Iterator[RowsPart]) -> Iterator[RowsPart]:
 
 def _parts(
     at: str, path: Path, split: Split | None, prompts: bool, revision: str, subset: str
-) -> Iterator[RowsPart]:
+) -> Iterator[RowPart]:
     """Yield the parts of a file or a data set."""
     if path.is_file():
         matched = OF_SPLIT.match(path.name) if at == "tasks.path" else None
@@ -174,12 +174,12 @@ def _parts(
             if parquet
             else _of_lines(path, where)
         )
-        yield RowsPart(at, str(path), word, split, found)
+        yield RowPart(at, str(path), word, split, found)
         return
     for name, batches in tables.data_set(at, path, revision, subset).items():
         own = NAMES_OF_SPLITS.get(name) if split is None else split
         label = f"{path} ({name})" if name else str(path)
-        yield RowsPart(at, label, "row", own, _of_tables(batches, f"{at}: {label}", prompts))
+        yield RowPart(at, label, "row", own, _of_tables(batches, f"{at}: {label}", prompts))
 
 
 def _of_lines(path: Path, where: str) -> Iterator[Record]:
@@ -265,16 +265,16 @@ class _Writer:
         self.columns: dict[str, None] = {}
         self.pending: dict[Split, list[bytes]] = {split: [] for split in SPLITS}
 
-    def write(self, parts: Iterator[RowsPart], revision: str) -> None:
+    def write(self, parts: Iterator[RowPart], revision: str) -> None:
         """Write the rows of all parts and their index."""
-        files = list[File]()
+        files = list[RowFile]()
         with open(self.directory / LINES, "wb") as file:
             for part in parts:
                 before = len(self.places)
                 self._add(part, file)
                 if len(self.places) == before:
                     raise ConfigError(f"{part.at}: {part.name}: has no rows")
-                files.append(File(part.name, part.word, len(self.places) - before))
+                files.append(RowFile(part.name, part.word, len(self.places) - before))
         self._write_arrays(files)
         meta = Meta(
             prompt=self.prompt,
@@ -288,7 +288,7 @@ class _Writer:
         )
         (self.directory / META).write_bytes(msgspec.json.encode(meta))
 
-    def _add(self, part: RowsPart, file: BinaryIO) -> None:
+    def _add(self, part: RowPart, file: BinaryIO) -> None:
         where, word, lines = f"{part.at}: {part.name}", part.word, list[bytes]()
         describe = self._prompt if self.prompt else self._task
         chosen = part.split or ""
@@ -374,7 +374,7 @@ class _Writer:
             raise ValueError(f"column {column}: {row[column]!r:.80} {expected}")
         return NAMES_OF_SPLITS[row[column]]
 
-    def _write_arrays(self, files: list[File]) -> None:
+    def _write_arrays(self, files: list[RowFile]) -> None:
         """Write the index; refuse a task that is there twice, and name equal prompts apart."""
         if self.answer and self.answer not in self.columns:
             raise ConfigError(
@@ -398,7 +398,7 @@ class _Writer:
         for name, one in zip(ARRAYS, arrays, strict=True):
             np.save(self.directory / f"{name}.npy", one)
 
-    def _refuse_twice(self, hashes: np.ndarray, files: list[File]) -> None:
+    def _refuse_twice(self, hashes: np.ndarray, files: list[RowFile]) -> None:
         order = np.argsort(hashes, kind="stable")
         same = np.flatnonzero(hashes[order][1:] == hashes[order][:-1])
         if len(same):
@@ -411,7 +411,7 @@ class _Writer:
             where = f"in {word} {place}" + (f" of {other}" if other != name else "")
             _refuse(f"tasks.path: {name}", word, at, f"the same task as {where}")
 
-    def _place(self, files: list[File], index: int) -> tuple[str, str, int]:
+    def _place(self, files: list[RowFile], index: int) -> tuple[str, str, int]:
         before = 0
         for file in files:
             if index < (before := before + file.rows):

@@ -36,7 +36,7 @@ ROLES = ("system", "user", "assistant", "tool")
 FIELDS = ("id", "env", "params", "seed", "split", "query", "reference")  # of a task without prompt
 
 
-class File(msgspec.Struct, frozen=True):
+class RowFile(msgspec.Struct, frozen=True):
     """One file of rows: its name for messages, the word for a place in it, and its rows."""
 
     name: str
@@ -54,7 +54,7 @@ class Meta(msgspec.Struct, frozen=True):
     prompt: str
     split: str
     columns: list[str]
-    files: list[File]
+    files: list[RowFile]
     counts: dict[Split, int]
     digests: dict[Split, str]
     first: dict[Split, dict[str, int]]

@@ -259,6 +259,9 @@ class SafetyConfig:
     # keys of selection, advantage, correction, loss and learner, from the first rollback to the
     # end of the stage
     rollback: dict[str, Any] = field(default_factory=dict)
+    # with policy.path: largest multiple of the rate for such a model (docs/configuration.md) that
+    # learner.lr may be, ten times as much in supervised stages; more is refused
+    max_lr: PositiveOrInfinite = 10.0
     max_reward: Positive = 1e6  # a trajectory with a larger reward, of either sign, is refused
     warmup: Annotated[int, Range(ge=2)] = 10  # first steps of a stage, which are not suspicious
     patience: Count = 5  # consecutive suspicious steps before an alarm fires

@@ -44,8 +44,12 @@ class LoraConfig:
 class PolicyConfig:
     """The model that is trained."""
 
-    # a Hugging Face causal-LM directory; "" makes the `tiny` preset in the run directory
+    # a Hugging Face causal-LM directory, a .gguf file, which the run converts into one, or the id
+    # of a hub (`organisation/name`); "" makes the `tiny` preset in the run directory
     path: str = ""
+    download: bool = False  # id of a hub: download what the local cache lacks
+    # id of a hub: branch, tag or commit, "" for its main branch; a run keeps the commit
+    revision: str = ""
     hidden_size: Count = 64  # tiny preset only, as are the next three
     layers: Count = 2
     heads: Count = 4

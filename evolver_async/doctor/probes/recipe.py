@@ -3,6 +3,8 @@
 from pathlib import Path
 from typing import Any
 
+from evolver_async.config import hub
+from evolver_async.config.shape import GGUF
 from evolver_async.doctor.probes.result import ProbeResult
 
 
@@ -22,7 +24,15 @@ def model(path: str, *dotlist: str) -> ProbeResult:
 
     whole = with_absolute_paths(load(path, dotlist))
     policy = whole.policy
-    if policy.path and not Path(policy.path).is_dir():
+    place, given = Path(policy.path), dict[str, str]()
+    if hub.is_id(policy.path):
+        found = hub.cached(policy)
+        if found is None:
+            return ProbeResult(False, f"policy.path: {policy.path} is not in the local cache")
+        place = found
+    elif place.suffix == GGUF and place.is_file():
+        place, given = place.parent, {"gguf_file": place.name}
+    elif policy.path and not place.is_dir():
         return ProbeResult(False, f"policy.path: {policy.path} is not a directory")
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -32,7 +42,7 @@ def model(path: str, *dotlist: str) -> ProbeResult:
     from evolver_async.model.tiny import make_tokenizer, tiny_shape
 
     config: Any = (
-        AutoConfig.from_pretrained(policy.path, local_files_only=True)
+        AutoConfig.from_pretrained(place, local_files_only=True, **given)
         if policy.path
         else tiny_shape(
             make_tokenizer(policy.max_length, resolve("vocabulary")(whole)),

@@ -210,7 +210,7 @@ def test_a_process_reads_a_file_once_and_a_run_s_own_rows_never(tmp_path, monkey
     own = load(None, [STAGE, f"tasks.path={tmp_path}/own", "env.name=bandit"])
     assert evaluation_digest(own) == evaluation_digest(config) and opened == [path]
     written(path, [*BOTH, {"query": "c", "split": "test"}])
-    assert rows_of(config.tasks).meta.counts["test"] == 2, "the file has changed"
+    assert source_of(config).given.count("test") == 2, "the file has changed"
     assert evaluation_digest(own) != evaluation_digest(config)
 
 
@@ -252,7 +252,7 @@ def test_all_kinds_of_files_make_the_same_tasks(tmp_path, kind):
             split: table.filter(lambda row, mine=mine: row["answer"] in mine)
             for split, mine in ids.items()
         }
-        datasets.DatasetDict([*parts.items()]).save_to_disk(path := tmp_path / "splits")
+        datasets.DatasetDict(parts).save_to_disk(path := tmp_path / "splits")
     found = tasks_of(path, prompt="q")
 
     def without_numbers(tasks: list[Task]) -> list[Task]:

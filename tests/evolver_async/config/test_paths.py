@@ -32,6 +32,7 @@ def test_paths_are_read_again_from_wherever_a_later_command_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "models" / "one").mkdir(parents=True)
     keys = ("policy.path", "experience.embedder", "questioning.profile", "security.keys")
     config = load(None, [STEPS, *(f"{key}=models/one" for key in keys), "weights.dir=here"])
     made = with_absolute_paths(config)

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from evolver_async.config import Config
 from evolver_async.config.load import load
+from evolver_async.config.shape import DecoderShape, shape_of
 from evolver_async.doctor.probes.recipe import model
 from evolver_async.memory import host, passes
 from evolver_async.memory.host import (
@@ -25,7 +26,6 @@ from evolver_async.memory.plan import (
     ProcessPlan,
     memory_plan,
 )
-from evolver_async.memory.shape import DecoderShape, shape_of
 from evolver_async.model import policy
 
 ROOT = Path(__file__).parents[3]

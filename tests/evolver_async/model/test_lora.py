@@ -566,7 +566,7 @@ def test_evaluation_and_export_run_the_policy_that_was_trained(
     policy.load_state(model, adapters)
     exported = plain(tmp_path / "out")
     torch.testing.assert_close(logits(exported), logits(model), atol=1e-5, rtol=1e-5)
-    merged = whole(adapters, settings)
+    merged = whole(adapters, settings, "float32")
     assert policy.state_tensors(exported).keys() == merged.keys()
 
 

@@ -1,0 +1,102 @@
+"""Models of a hub: whole snapshots of the cache, downloads from a server of this test alone."""
+
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+COMMIT = "a" * 40
+FILES = {
+    "config.json": b'{"model_type": "llama"}',
+    "tokenizer.json": b"{}",
+    "model.safetensors": b"weights",
+    "model.bin": b"a pickle",
+}
+ASK = """
+import sys
+from evolver_async.config import ConfigError, hub
+from evolver_async.config.sections.run import PolicyConfig
+try:
+    print(hub.snapshot(PolicyConfig(path=sys.argv[1], download=sys.argv[2] == "download")))
+except ConfigError as error:
+    print(error)
+"""
+
+
+class Hub(BaseHTTPRequestHandler):
+    """The part of a hub's interface that a download of `org/name` asks."""
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def do_GET(self) -> None:
+        path = self.path.partition("?")[0]
+        headers = {"X-Repo-Commit": COMMIT}
+        if path.startswith("/org/name/resolve/") and path.rpartition("/")[2] in FILES:
+            body = FILES[path.rpartition("/")[2]]
+            headers["ETag"] = f'"{path.rpartition("/")[2]}"'
+        elif path.startswith("/api/models/org/name/tree/"):
+            files = [
+                {"type": "file", "path": name, "size": len(body), "oid": name}
+                for name, body in FILES.items()
+            ]
+            body = json.dumps(files).encode()
+        elif path.startswith("/api/models/org/name"):
+            siblings = [{"rfilename": name} for name in FILES]
+            body = json.dumps({"id": "org/name", "sha": COMMIT, "siblings": siblings}).encode()
+        else:
+            self.send_error(404)
+            return
+        self.send_response(200)
+        for name, value in headers.items():
+            self.send_header(name, value)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Keep the console quiet."""
+
+
+@contextmanager
+def served() -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def ask(home: Path, endpoint: str, *arguments: str) -> str:
+    """Ask for a snapshot in a process of its own, which reads the endpoint once."""
+    environment = {"HF_HOME": str(home), "HF_ENDPOINT": endpoint, "PYTHONPATH": ":".join(sys.path)}
+    command = [sys.executable, "-c", ASK, *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    return done.stdout.strip()
+
+
+@pytest.mark.process
+def test_a_model_is_downloaded_once_if_that_is_allowed_and_named_by_its_commit(
+    tmp_path: Path,
+) -> None:
+    with served() as endpoint:
+        refused = ask(tmp_path, endpoint, "org/name", "cache")
+        assert refused.startswith("policy.path: ") and "policy.download=true" in refused
+        unknown = ask(tmp_path, endpoint, "org/other", "download")
+        assert unknown.startswith("policy.path: cannot download org/other")
+        directory = Path(ask(tmp_path, endpoint, "org/name", "download"))
+    assert directory.name == COMMIT
+    assert sorted(one.name for one in directory.iterdir()) == sorted(FILES.keys() - {"model.bin"})
+    for how in ("cache", "download"):  # the server is gone
+        assert ask(tmp_path, endpoint, "org/name", how) == str(directory)
+    (directory / "model.safetensors").unlink()
+    assert ask(tmp_path, endpoint, "org/name", "cache").startswith("policy.path: ")
