@@ -64,8 +64,6 @@ HOMES: dict[str, tuple[str, ...]] = {
     "textarena": ("actors.envs.adapters.textarena_env",),
     "verifiers": ("actors.envs.adapters.verifiers_env",),
     "openenv": ("actors.envs.adapters.openenv_env",),
-    "datasets": ("evolver_async.buffer.tasks.tables",),
-    "pyarrow": ("evolver_async.buffer.tasks.tables",),
     "math_verify": ("actors.rewards.answers",),
     "httpx": ("actors.llm.client", "actors.envs.adapters.service_client"),
     "uvicorn": ("actors.endpoint.server",),
