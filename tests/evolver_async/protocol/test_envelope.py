@@ -762,7 +762,7 @@ def test_lengths_beyond_the_data_cost_no_memory() -> None:
 def test_sizes_are_refused_before_anything_is_read() -> None:
     junk = bytes([0x80])
     with pytest.raises(WireError, match=r"header: .* the limit is"):
-        unpack([junk * ((1 << 20) + 1)])
+        unpack([junk * (LIMITS.header_bytes + 1)])
     with pytest.raises(WireError, match="parcels: 9, the limit is 8"):
         unpack([junk] * 10, MessageLimits(parcels=8))
     with pytest.raises(WireError, match="trajectory: 17 bytes"):
