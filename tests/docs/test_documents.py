@@ -13,6 +13,7 @@ import pytest
 from actors.checks.config import check
 from actors.envs.base import REGISTRY
 from evolver_async.cli import _parser
+from evolver_async.commands.recipes import recipe_path
 from evolver_async.config import Config, StageConfig
 from evolver_async.config.load import load
 
@@ -131,9 +132,11 @@ def test_train_commands_are_accepted(
 ) -> None:
     """By all that is checked before a start, but for what only its reader has."""
     monkeypatch.syspath_prepend(ROOT)
+    monkeypatch.chdir(ROOT)
     recipe, *changes = shlex.split(command)
-    config = load(ROOT / recipe, changes)
-    if "my_package" not in command and config.engine.kind != "vllm":
+    config = load(recipe_path(recipe), changes)
+    reader_has = "my_" in command or "tasks.path=" in command
+    if not reader_has and config.engine.kind != "vllm":
         check(config)
 
 
@@ -141,7 +144,7 @@ def test_train_commands_are_found_whole() -> None:
     found = [command for name, command in train_commands() if name == "README.md"]
     shown = (ROOT / "README.md").read_text().count("evolver-async train ")
     assert len(found) == shown >= 3
-    assert any("/models/my-model" in command and "stages=" in command for command in found)
+    assert any("/models/my-model" in command and "reward=" in command for command in found)
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.name)
