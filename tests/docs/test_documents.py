@@ -27,7 +27,7 @@ PATH = re.compile(rf"(?<![\w./-])((?:{'|'.join(FOLDERS)})/[\w./{{}},*-]*|[\w-]+\
 FILES = ("metrics.jsonl", "run.json")  # of a run directory, spelled like keys
 COMMAND = re.compile(r"(?<![\w/.])evolver-async +([a-z]+)")
 KEY = re.compile(r"`((?:[a-z_]+\.)+[a-z_]+)(?:=[^`]*|: [^`]*)?`")
-TRAIN = re.compile(r"evolver-async train ((?:configs|examples)/[^`\n#]*)")
+TRAIN = re.compile(r"evolver-async train ((?:own |configs/|examples/)[^`\n#]*)")
 
 
 @pytest.fixture(params=PAGES, ids=NAMES)
