@@ -1,7 +1,7 @@
-"""A user's own part of a run: rows of a question and its answer, and a reward function.
+r"""A user's own part of a run: rows of a question and its answer, and a reward function.
 
     python examples/sums.py > sums.jsonl
-    evolver-async train own policy.path=MODEL tasks.path=sums.jsonl tasks.prompt=question \\
+    evolver-async train own policy.path=MODEL tasks.path=sums.jsonl tasks.prompt=question \
         reward='[examples.sums:correct]'
 """
 
