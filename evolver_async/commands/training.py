@@ -44,13 +44,13 @@ def train(args: argparse.Namespace) -> int:
     with contextlib.ExitStack() as held:
         try:
             with as_config_errors():
-                config, run_dir = _prepare(args, held)
+                config, run_dir, lines = _prepare(args, held)
         except FinishedRun as finished:
             if args.resume != AUTO:
                 raise
             print(finished)
             return 0
-        print(run_dir, flush=True)
+        print("\n".join([str(run_dir), *lines]), flush=True)
         if config.metrics.prometheus:
             with as_config_errors():
                 held.enter_context(prometheus.served(run_dir, config))
@@ -106,30 +106,31 @@ def _alert_of_end(config: Config, run_dir: Path, ending: runs.Ending) -> None:
         log.warning("W&B lacks the last alerts; send them with: evolver-async wandb %s", run_dir)
 
 
-def _prepare(args: argparse.Namespace, held: contextlib.ExitStack) -> tuple[Config, Path]:
-    """Return the configuration and the directory of the run, which `held` keeps locked."""
+def _prepare(
+    args: argparse.Namespace, held: contextlib.ExitStack
+) -> tuple[Config, Path, list[str]]:
+    """Return the configuration and the directory of the run, which `held` keeps locked, and what
+    the console says of a new run's configuration."""
     recipe, dotlist = _recipe_of(args)
     auto = args.resume == AUTO
     if args.resume is None or auto:
         given, reasons = load_explained(recipe, dotlist)
         begun = _begun(given) if auto else None
         if begun is None:
-            if reasons:
-                print("\n".join(said(given, reasons)), flush=True)
             config, run_dir = create(given, recipe)
             held.enter_context(locked(run_dir))
-            return config, run_dir
+            return config, run_dir, said(given, reasons)
         held.enter_context(locked(begun))
         places = [one for one in dotlist if _names_place(one)]
         _warn_of_ignored(begun, [one for one in dotlist if one not in places])
-        return resume(begun, places), begun
+        return resume(begun, places), begun, []
     run_dir = run_directory(args.resume)
     if args.fork is not None:
         config, run_dir = forking.fork(run_dir, args.fork, dotlist, args.step)
         held.enter_context(locked(run_dir))
-        return config, run_dir
+        return config, run_dir, []
     held.enter_context(locked(run_dir))
-    return resume(run_dir, dotlist, args.step), run_dir
+    return resume(run_dir, dotlist, args.step), run_dir, []
 
 
 def _names_place(change: str) -> bool:
