@@ -16,7 +16,7 @@ from evolver_async.config.sections.run import SUPERVISED, PolicyConfig
 from evolver_async.config.shape import GGUF, DecoderShape, shape_of
 
 GIB = 1 << 30
-FLOAT = 4  # bytes
+FLOAT = 4  # bytes: on a CPU weights are float32, whatever the type of products
 # Full training. A power law of the number of parameters through two rates that work: 1e-5 with
 # SmolLM2-135M (its arithmetic, .23 to .77 in 15 steps) and 1e-6 with 7B (AgentEvolver, verl's and
 # DAPO's recipes). Continued, it meets the rate of the preset at a quarter of a million parameters.
@@ -102,22 +102,21 @@ def _lengths(config: Config, shape: DecoderShape | None, default: Any) -> int:
 def _sizes(config: Config, shape: DecoderShape, longest: int, default: Any) -> None:
     """Default what has to fit into memory, and the intervals of what is large or slow."""
     learner, engine, actors = config.learner, config.engine, config.actors
-    width = FLOAT // 2 if config.policy.dtype == "bfloat16" else FLOAT
     count = actors.count
     alone = not (actors.min or actors.max or config.launch.gpus.actors)
     if alone and config.launch.kind != "ray":
         count = default("actors.count", 1, "each holds the model and a KV cache")
     on_cpu = "cuda" not in learner.device
-    kept = shape.layers * shape.activations * width
+    kept = shape.layers * shape.activations * FLOAT
     if on_cpu and kept * longest > ACTIVATION_BYTES:
         why = f"a row of {longest} tokens would keep {kept * longest / GIB:.1f} GiB"
         default("learner.gradient_checkpointing", True, why)
-        kept = shape.layers * shape.hidden * width
+        kept = shape.layers * shape.hidden * FLOAT
     if on_cpu:
         tokens = min(16384, max(longest, ACTIVATION_BYTES // kept // 256 * 256))
         default("learner.token_budget", tokens, f"a pass keeps {kept * tokens / GIB:.1f} GiB")
     if engine.kind == "torch" and "cuda" not in engine.device:
-        context = 2 * shape.layers * shape.keys * width * (longest + 1)
+        context = 2 * shape.layers * shape.keys * FLOAT * (longest + 1)
         played = actors.groups * config.rollout.group_size
         slots = max(1, min(64, played, KV_BYTES // (count * context)))
         default("engine.slots", slots, f"KV cache of {slots * context / GIB:.1f} GiB")

@@ -1,13 +1,14 @@
 """Memory that this host can still give, and the refusal of a run that does not fit into it."""
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
 
 from evolver_async.config import Config
 from evolver_async.config.sections.channel import channel
-from evolver_async.config.shape import shape_of
+from evolver_async.config.shape import DecoderShape, shape_of
 from evolver_async.config.values.errors import ConfigError
 from evolver_async.memory.plan import MemoryPlan, memory_plan
 from evolver_async.memory.units import gib
@@ -17,6 +18,7 @@ CGROUPS = Path("/sys/fs/cgroup")
 LIMITS = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))
 CACHED = ("active_file", "inactive_file")
 DEVICES = Path("/dev")
+ADAPTER_RANK = 16  # of the adapters that a refusal proposes
 
 
 def available_bytes() -> int:
@@ -69,7 +71,20 @@ def check_memory(config: Config) -> None:
     gpus = uses_gpu(config.learner.device), uses_gpu(config.engine.device)
     plan = memory_plan(config, shape, learner_gpu=gpus[0], actor_gpu=gpus[1])
     if problem := problem_of(plan, available_bytes(), shared_free(config)):
-        raise ConfigError(problem)
+        raise ConfigError(f"{problem}{_adapters(config, shape, gpus, plan)}")
+
+
+def _adapters(
+    config: Config, shape: DecoderShape, gpus: tuple[bool, bool], plan: MemoryPlan
+) -> str:
+    """Propose adapters in place of full training of a given model, if they need less."""
+    if not config.policy.path or config.policy.lora.rank:
+        return ""
+    lora = replace(config.policy.lora, rank=ADAPTER_RANK)
+    adapted = replace(config, policy=replace(config.policy, lora=lora))
+    needed = memory_plan(adapted, shape, learner_gpu=gpus[0], actor_gpu=gpus[1]).host
+    less = f"; policy.lora.rank={ADAPTER_RANK} trains adapters and needs {gib(needed)}"
+    return less if needed < plan.host else ""
 
 
 def problem_of(plan: MemoryPlan, available: float, shared: float | None) -> str:
