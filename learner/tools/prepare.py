@@ -154,7 +154,8 @@ def _precision(config: Config, scratch: bool) -> tuple[Literal["float32", "bfloa
         return "float32", "on CPUs vLLM and several ranks round otherwise than a single process"
     decoding, training = gains(policy.load_model(config.policy.path, dtype="float32", device="cpu"))
     chosen = "bfloat16" if min(decoding, training) >= FASTER else "float32"
-    measured = f"{decoding:.2g} times as fast when decoding, {training:.2g} when training"
+    measured = f"{decoding:.2g} times as fast when decoding"
+    measured += f", {training:.2g} when training" if training else ""
     return chosen, f"products in bfloat16 are {measured} ({FASTER} wanted)"
 
 

@@ -8,10 +8,10 @@ judged again after a restart.
 from dataclasses import dataclass, field
 
 from evolver_async.config import Config
+from evolver_async.rewards import EQUAL
 from evolver_async.schema import Trajectory, TurnFlag
 
 ENOUGH = 32  # episodes from which on one step's data are judged
-ALIKE = 1e-6  # rewards that differ by less are equal
 MOST, NEARLY_ALL = 0.5, 0.9
 WITHOUT_CRITIC = ("grpo", "grpo_process", "adca", "rloo", "opob")  # compare members of a group
 BY_LABELS = ("grpo_process", "adca")  # learn from a judge's labels, too
@@ -59,7 +59,7 @@ class FirstData:
         if spread is None:
             return ""
         self.sums.groups += 1
-        self.sums.alike += spread <= ALIKE
+        self.sums.alike += spread <= EQUAL
         least = 2 * settings.learner.groups_per_step
         if self.sums.episodes >= ENOUGH:
             least //= 2
@@ -120,14 +120,14 @@ def nothing_to_learn(settings: Config, sums: FirstSums) -> str:
             f" {none}: choose another rollout.format, or teach this one in an sft stage before"
         )
     judged = settings.judge.kind != "none" and kind in BY_LABELS
-    if sums.largest_earned - sums.least_earned <= ALIKE and not judged:
+    if sums.largest_earned - sums.least_earned <= EQUAL and not judged:
         reward = f"the reward {sums.largest_earned:g}"
         if sums.successes == count:
             return (
                 f"all {first} succeeded with {reward}: there is nothing left to learn; choose"
                 " harder tasks (env.params, tasks.path)"
             )
-        if sums.largest - sums.least > ALIKE:
+        if sums.largest - sums.least > EQUAL:
             reward += " but for rollout.format_penalty or rollout.truncated_reward"
         return (
             f"no reply was rewarded: all {first} have {reward}, {sums.successes} succeeded; look"
@@ -139,7 +139,7 @@ def nothing_to_learn(settings: Config, sums: FirstSums) -> str:
             f"all rewards within a group are equal, in each of the first {sums.groups} groups, so"
             " that no reply is better than another: raise rollout.temperature or rollout.group_size"
         )
-    if not sums.successes and sums.largest_earned > ALIKE:
+    if not sums.successes and sums.largest_earned > EQUAL:
         return (
             f"rewards above 0 (up to {sums.largest:g}), but {none}: what is rewarded is not what"
             " is wanted, or the tasks are too hard (env.params, tasks.path)"
