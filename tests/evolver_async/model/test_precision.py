@@ -1,6 +1,7 @@
 """Products in bfloat16 on a CPU: engine and learner round alike, weights stay float32."""
 
 import asyncio
+import math
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -211,7 +212,7 @@ def test_auto_is_decided_once_by_the_speed_of_the_models_products(
     config = Config()
     config.policy.path = saved("qwen3", tmp_path / "model")
     dump(config, tmp_path / "config.yaml")
-    assert prepare._decide(config, tmp_path).policy.dtype == chosen
+    assert prepare._decide(config, tmp_path, False).policy.dtype == chosen
     assert load_written(tmp_path, checked=False).policy.dtype == chosen
 
 
@@ -230,7 +231,6 @@ def test_auto_is_decided_once_by_the_speed_of_the_models_products(
 )
 def test_auto_is_float32_unless_both_sides_are_known_to_round_alike(
     monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
     changes: dict[str, str],
     gpus: list[str],
     chosen: str,
@@ -239,19 +239,24 @@ def test_auto_is_float32_unless_both_sides_are_known_to_round_alike(
     monkeypatch.setattr(policy, "load_model", lambda *_, **__: SimpleNamespace())
     monkeypatch.setattr(prepare, "on_gpu", lambda device: device in gpus or "cuda" in device)
     config = Config()
-    config.policy.path = changes.get("path", "pretrained") or str(tmp_path / "policy")
+    config.policy.path = changes.get("path", "pretrained")
     config.learner.device = changes.get("learner", "auto")
     config.engine.device = changes.get("engine", "auto")
     config.engine.kind = changes.get("engine_kind", "torch")  # pyright: ignore
     config.launch.kind = changes.get("kind", "local")  # pyright: ignore
     config.learner.ranks = int(changes.get("ranks", 1))
-    assert prepare._precision(config, tmp_path)[0] == chosen
+    assert prepare._precision(config, not config.policy.path)[0] == chosen
 
 
-def test_the_probe_times_every_shape_of_a_layer_and_leaves_the_threads(tmp_path: Path) -> None:
+@pytest.mark.parametrize("least", [0.0, math.inf])
+def test_the_probe_ends_where_decoding_does_not_gain_and_leaves_the_threads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, least: float
+) -> None:
+    monkeypatch.setattr(precision, "FASTER", least)
     model = policy.load_model(saved("qwen3", tmp_path), dtype="float32", device="cpu")
     threads = torch.get_num_threads()
-    decoding, training = precision.gains(model)
-    assert decoding > 0 and training > 0 and torch.get_num_threads() == threads
-    shorten(model)
-    assert all(gain > 0 for gain in precision.gains(model))
+    for _ in range(2):
+        decoding, training = precision.gains(model)
+        assert decoding > 0 and (training > 0) == (least == 0)
+        assert torch.get_num_threads() == threads
+        shorten(model)
