@@ -32,6 +32,7 @@ from actors.envs.bookings.services import (
 )
 from actors.formats.tool_calls import ToolCall, canonical
 from actors.judge.labels import by_progress
+from evolver_async.env import Info
 from evolver_async.schema import Task
 from evolver_async.splits import split_of
 
@@ -177,7 +178,7 @@ def test_unreadable_calls_cost_nothing() -> None:
         assert not step.info.valid and step.info.tool_error
     for call in env.actions()[:2]:
         step = env.step(call)
-        assert env.state() in step.observation and step.info == (True, False, False)
+        assert env.state() in step.observation and step.info == Info()
     assert env.step(env.solve()[0]).info.success
 
 

@@ -23,6 +23,7 @@ from actors.envs.workshop.env import ToolWorkshop, Workshop
 from actors.envs.workshop.items import ACTIONS, ATTRIBUTES, LEAST_ITEMS, MOST_NAMES, items_of
 from actors.formats.tool_calls import canonical
 from actors.judge.labels import by_progress
+from evolver_async.env import Info
 from evolver_async.model.tiny import make_tokenizer
 from evolver_async.schema import Task
 from evolver_async.splits import split_of
@@ -140,7 +141,7 @@ def test_an_observation_ends_with_the_name_that_decides() -> None:
     first = env.reset(task(5), 0)
     one, two, three = env.item
     assert first == f"item {one} {two} {three}\nstep 1 {one}" and env.state() == one
-    assert env.step(" Jump ") == (f"step 1 {one}", 0.0, False, False, (False, False, False))
+    assert env.step(" Jump ") == (f"step 1 {one}", 0.0, False, False, Info(valid=False))
     step = env.step(f" {env.solve()[0].title()} ")
     assert step.observation == f"step 2 {two}" and env.state() == two
 

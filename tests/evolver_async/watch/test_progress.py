@@ -109,8 +109,10 @@ def test_ten_minutes_of_long_steps_are_at_most_forty_lines(step_s: int) -> None:
         step, passed_s = divmod(now, step_s)
         share = passed_s % (step_s / 2) / (step_s / 2)
         waits = passed_s < step_s / 2
-        progress = WAITS | {"done": int(128 * share)} if waits else {}
-        found = status(step=step + 1, share=share, **progress)
+        progress: dict[str, Any] = {"step": step + 1, "share": share}
+        if waits:
+            progress = WAITS | progress | {"done": int(128 * share)}
+        found = status(**progress)
         waiting = {"learner": {"sample": {"reason": "8 open", "for_s": 9.0}}} if waits else {}
         waiting |= {"actor-0": {"lease": {"reason": "full", "for_s": 9.0}}}
         found |= {"stage": 0, "waiting": waiting}

@@ -49,7 +49,7 @@ def test_a_model_error_names_a_key(
 
     monkeypatch.setattr(policy, "load_tokenizer", refuse)
     with pytest.raises(ConfigError) as refused:
-        prepare.main(arguments(tmp_path, "policy.path=anywhere"))
+        prepare.main(arguments(tmp_path, "policy.path=anywhere", "policy.dtype=float32"))
     assert str(refused.value) == expected
 
 
@@ -69,7 +69,7 @@ def test_an_error_of_a_library_is_laid_to_the_model(
 
     monkeypatch.setattr(policy, "load_tokenizer", refuse)
     with pytest.raises(ConfigError, match=r"^policy\.path: RuntimeError: expected value at line 1"):
-        prepare.main(arguments(tmp_path, "policy.path=anywhere"))
+        prepare.main(arguments(tmp_path, "policy.path=anywhere", "policy.dtype=float32"))
 
 
 LATENT = {
@@ -200,7 +200,12 @@ def test_parts_of_a_gpu_are_counted_by_their_list(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-a,MIG-b")
-    asked = ["launch.gpus={actors: [0], learner: [1]}", "actors.count=1", "policy.path=anywhere"]
+    asked = [
+        "launch.gpus={actors: [0], learner: [1]}",
+        "actors.count=1",
+        "policy.path=anywhere",
+        "policy.dtype=float32",
+    ]
     with pytest.raises(ConfigError, match=r"^policy\.path: "):
         prepare.main(arguments(tmp_path, *asked))
 
@@ -210,7 +215,7 @@ def test_the_gpus_of_a_cluster_are_not_looked_for_here(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     asked = ["launch={kind: ray, ray: {learner_gpus: 1}}", "learner.device=cuda"]
-    asked += ["learner.token_budget=0", "policy.path=anywhere"]
+    asked += ["learner.token_budget=0", "policy.path=anywhere", "policy.dtype=float32"]
     with pytest.raises(ConfigError, match=r"^policy\.path: "):
         prepare.main(arguments(tmp_path, *asked))
 
