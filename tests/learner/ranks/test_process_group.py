@@ -130,13 +130,9 @@ def test_an_own_correction_that_is_not_finite_on_one_rank_is_named(world):
 def test_bfloat16_ranks_publish_what_they_run_and_keep_what_they_train(name, world):
     directory, single = world
     both = read(directory / f"{name}-whole-0")
-    # Ranks round whole layers, one process its products alone; shares of clipped tokens, of which
-    # there are a few dozen, jump where one token crosses a bound.
-    rows = [
-        [{key: value for key, value in row.items() if "clip" not in key} for row in one.rows[:1]]
-        for one in (both, single[name])
-    ]
-    assert_alike(*rows, tolerance=0.02)
+    # Ranks round whole layers, one process its products alone. Of 40 tokens, the share that is
+    # clipped or masked changes by .025 where one of them crosses a bound.
+    assert_alike(both.rows[:1], single[name].rows[:1], tolerance=0.03)
     assert {tensor.dtype for tensor in both.weights.values()} == {torch.bfloat16}
     for part in ("model", "critic") if name == "apart_bf16" else ("model",):
         kept = shards.read(directory / f"{name}-whole-0" / "checkpoint", part)
