@@ -60,7 +60,7 @@ def make_export(directory: Path, *changes: str) -> Exported:
     config = stage_config(load(run_dir / "config.yaml", []), 0)
     newest, _ = checkpoint.load_newest(run_dir / "checkpoints", run_dir.name)
     tasks = [held_out_task(source_of(config), number) for number in range(EPISODES)]
-    weights = whole(shards.read(newest, "model"), config.policy)
+    weights = whole(shards.read(newest, "model"), config.policy, config.policy.decided_dtype)
     drawn = [evaluate.Drawn(task, 0, config.eval.temperature) for task in tasks]
     played = asyncio.run(evaluate.play_all(config, 0, drawn, weights))
     played.sort(key=lambda trajectory: trajectory.group_id)
