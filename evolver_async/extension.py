@@ -30,14 +30,7 @@ def implementation(key: str, name: str, registry: Mapping[str, F]) -> F:
     """
     if not is_own(name):
         return registry[name]
-    module, _, attribute = name.partition(":")
-    try:
-        found = getattr(importlib.import_module(module), attribute)
-    except Exception as error:  # the module's own code runs, which can raise anything
-        problem = " ".join(f"{type(error).__name__}: {error}".split())
-        raise ValueError(f"{key}: cannot import {name!r}: {problem}") from error
-    if not callable(found):
-        raise ValueError(f"{key}: {name!r} is not a function")
+    found = imported(key, name)
     pattern = inspect.signature(next(iter(registry.values()))).parameters.values()
     named = [one.name for one in pattern if one.kind == inspect.Parameter.KEYWORD_ONLY]
     placed = [one.name for one in pattern if one.name not in named]
@@ -47,6 +40,19 @@ def implementation(key: str, name: str, registry: Mapping[str, F]) -> F:
         wanted = ", ".join([*placed, *(f"{name}=" for name in named)])
         raise ValueError(f"{key}: {name!r} does not take ({wanted}): {error}") from None
     return noted(key, name, found) if inspect.isfunction(found) else found  # pyright: ignore[reportReturnType]
+
+
+def imported(key: str, name: str) -> Callable[..., object]:
+    """Import what `module:function` names. Raises ValueError, naming the key, if it cannot be."""
+    module, _, attribute = name.partition(":")
+    try:
+        found = getattr(importlib.import_module(module), attribute)
+    except Exception as error:  # the module's own code runs, which can raise anything
+        problem = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ValueError(f"{key}: cannot import {name!r}: {problem}") from error
+    if not callable(found):
+        raise ValueError(f"{key}: {name!r} is not a function")
+    return found
 
 
 def noted(key: str, name: str, function: F) -> F:

@@ -9,7 +9,6 @@ thread of its own; neither runs on the actor's loop.
 """
 
 import asyncio
-import importlib
 import inspect
 import math
 import threading
@@ -19,6 +18,7 @@ from typing import Any
 
 from actors.rewards.facts import GIVEN, KNOWN, EpisodeFacts, Unscorable
 from actors.rewards.worker import made, plain
+from evolver_async.extension import imported
 
 REQUIRED = inspect.Parameter.empty
 
@@ -48,14 +48,7 @@ class OwnFunction:
 
 def load_function(key: str, path: str) -> OwnFunction:
     """Import a function. Raises ValueError, naming the key, for one that cannot be called."""
-    module, _, attribute = path.partition(":")
-    try:
-        found = getattr(importlib.import_module(module), attribute)
-    except Exception as error:  # the module's own code runs, which can raise anything
-        problem = " ".join(f"{type(error).__name__}: {error}".split())
-        raise ValueError(f"{key}: cannot import {path!r}: {problem}") from error
-    if not callable(found):
-        raise ValueError(f"{key}: {path!r} is not a function")
+    found = imported(key, path)
     wanted = "(prompts, completions, **columns)"
     try:
         parameters = inspect.signature(found).parameters.values()

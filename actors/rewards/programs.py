@@ -12,7 +12,7 @@ from typing import Any
 
 from actors.envs.code.problems import Problem
 from actors.rewards.facts import EpisodeFacts, Unscorable
-from actors.sandbox.pool import SandboxPool, shared
+from actors.sandbox.pool import SandboxPool, check_confined, shared
 from actors.sandbox.process import InterpreterConfig, SandboxLimits, SandboxUnavailable
 
 FENCED = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)\n?```", re.DOTALL)
@@ -67,13 +67,7 @@ class ProgramTests:
 @functools.cache  # one sandbox for all tasks
 def probe(packages: bool) -> None:
     """Raise ValueError if programs cannot be confined on this machine."""
-    pool = SandboxPool(size=1, interior=InterpreterConfig(packages=packages))
-    try:
-        pool.start()
-    except SandboxUnavailable as refusal:
-        raise ValueError(f"reward.terms: code needs a sandbox: {refusal}") from None
-    finally:
-        pool.close()
+    check_confined("reward.terms: code", InterpreterConfig(packages=packages))
 
 
 def _program(reply: str) -> str:

@@ -134,6 +134,17 @@ def routes() -> list[Route]:
 _sharing = threading.Lock()
 
 
+def check_confined(who: str, interior: InterpreterConfig, limits: SandboxLimits = USUAL) -> None:
+    """Raise ValueError, beginning with `who`, if programs cannot be confined on this machine."""
+    pool = SandboxPool(limits, size=1, interior=interior)
+    try:
+        pool.start()
+    except SandboxUnavailable as refusal:
+        raise ValueError(f"{who} needs a sandbox: {refusal}") from None
+    finally:
+        pool.close()
+
+
 def shared(limits: SandboxLimits, size: int, interior: InterpreterConfig) -> SandboxPool:
     """Return the process's own pool of these limits, closed when it ends."""
     with _sharing:

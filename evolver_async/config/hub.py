@@ -1,4 +1,4 @@
-"""Models of a hub: recognition of an id, its snapshot in the local cache, its download.
+"""Ids of a hub: their recognition, and for models the snapshot in the cache and its download.
 
 The package `huggingface_hub` keeps the cache and knows the endpoint (HF_HOME, HF_ENDPOINT). It is
 imported where it is used, and does not import torch. Only `policy.download` permits a download.
@@ -12,7 +12,9 @@ from typing import Any
 from evolver_async.config.sections.run import PolicyConfig
 from evolver_async.config.values.errors import ConfigError
 
-ID = re.compile(r"\w[\w.-]*/[\w.-]+")  # organisation/name
+ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")  # organisation/name
+# Endings of files, which a path that is not there has: no id
+FILE_ENDINGS = (".gguf", ".jsonl", ".json", ".parquet", ".csv", ".txt", ".gz", ".zst", ".arrow")
 # Files of a model. Weights in pickles are not loaded from a network.
 FILES = ["*.json", "*.jinja", "*.safetensors", "*.model", "merges.txt", "vocab.txt"]
 NEEDED = ("config.json", "tokenizer.json")
@@ -21,7 +23,8 @@ INDEX = "model.safetensors.index.json"  # names the files of weights if there ar
 
 def is_id(path: str) -> bool:
     """Return True for `organisation/name`, unless it is a path of this machine."""
-    return bool(ID.fullmatch(path)) and not path.endswith(".gguf") and not Path(path).exists()
+    possible = ID.fullmatch(path) is not None and not path.endswith(FILE_ENDINGS)
+    return possible and not Path(path).exists()
 
 
 def config_of(policy: PolicyConfig) -> dict[str, Any]:

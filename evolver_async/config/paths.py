@@ -1,6 +1,5 @@
 """Paths and names that a configuration holds. These functions alone look at the file system."""
 
-import re
 import tempfile
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,8 +14,6 @@ from evolver_async.config.values.errors import ConfigError
 from evolver_async.config.values.rules import check_value
 
 ROWS = ("path", "validation", "test")  # keys of `tasks` that name files of rows
-HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".txt", ".gz", ".zst", ".arrow")
 
 
 def with_absolute_paths(config: Config) -> Config:
@@ -25,20 +22,13 @@ def with_absolute_paths(config: Config) -> Config:
     def absolute(path: str) -> str:
         return str(Path(path).expanduser().resolve()) if path else ""
 
-    def of_rows(path: str) -> str:
-        return path if is_hub_id(path) else absolute(path)
+    def unless_id(path: str) -> str:
+        return path if hub.is_id(path) else absolute(path)
 
     embedder = config.experience.embedder
     return replace(
-        with_task_paths(config, of_rows),
-        policy=replace(
-            config.policy,
-            path=(
-                config.policy.path
-                if hub.is_id(config.policy.path)
-                else absolute(config.policy.path)
-            ),
-        ),
+        with_task_paths(config, unless_id),
+        policy=replace(config.policy, path=unless_id(config.policy.path)),
         experience=replace(
             config.experience, embedder=embedder if embedder == "hash" else absolute(embedder)
         ),
@@ -60,12 +50,6 @@ def with_task_paths(config: Config, change: Callable[[str], str]) -> Config:
             override["tasks"] = {**override["tasks"], **changed}
         stages.append(replace(stage, override=override))
     return replace(config, tasks=tasks, stages=stages)
-
-
-def is_hub_id(named: str) -> bool:
-    """True for a name that can be that of a data set of the hub, and is no path here."""
-    possible = HUB_ID.fullmatch(named) is not None and not named.endswith(SUFFIXES)
-    return possible and not Path(named).exists()
 
 
 def directory_of(config: Config, name: str) -> Path:

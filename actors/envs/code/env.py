@@ -23,13 +23,12 @@ from actors.formats.tool_calls import (
     tool_spec,
     unfenced,
 )
-from actors.sandbox.pool import WAIT_S, SandboxPool, shared
+from actors.sandbox.pool import WAIT_S, SandboxPool, check_confined, shared
 from actors.sandbox.process import (
     GRACE_S,
     InterpreterConfig,
     Result,
     SandboxLimits,
-    SandboxUnavailable,
 )
 from evolver_async.env import Info, Step
 from evolver_async.randomness import key
@@ -109,13 +108,7 @@ class Code(Env):
         self.interior = InterpreterConfig(packages=self.packages)
 
     def probe(self) -> None:
-        pool = SandboxPool(self.limits, size=1, interior=self.interior)
-        try:
-            pool.start()
-        except SandboxUnavailable as refusal:
-            raise ValueError(f"env.name: code needs a sandbox: {refusal}") from None
-        finally:
-            pool.close()
+        check_confined("env.name: code", self.interior, self.limits)
 
     def reset(self, task: Task, dynamics_seed: int) -> str:
         if self.kind == "given":

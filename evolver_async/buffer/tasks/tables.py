@@ -10,8 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from evolver_async.config import ConfigError, TasksConfig
-from evolver_async.config.paths import is_hub_id
+from evolver_async.config import ConfigError, TasksConfig, hub
 
 BATCH = 4096  # rows that become Python objects at once
 SAVED = ("dataset_dict.json", "state.json")  # in what save_to_disk writes
@@ -65,7 +64,7 @@ def data_set(at: str, path: Path, revision: str, subset: str) -> dict[str, Batch
 
 def revision_of(at: str, named: str, tasks: TasksConfig) -> str:
     """Return the commit of a data set of the hub. ConfigError if it must not be downloaded."""
-    if not is_hub_id(named):
+    if not hub.is_id(named):
         raise ConfigError(f"{at}: {named}: No such file or directory")
     if not tasks.download:
         raise ConfigError(

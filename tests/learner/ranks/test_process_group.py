@@ -4,6 +4,7 @@ Ranks are spawned processes that meet at a file and talk by gloo.
 """
 
 import os
+import re
 import signal
 import threading
 from collections.abc import Iterator
@@ -130,9 +131,12 @@ def test_an_own_correction_that_is_not_finite_on_one_rank_is_named(world):
 def test_bfloat16_ranks_publish_what_they_run_and_keep_what_they_train(name, world):
     directory, single = world
     both = read(directory / f"{name}-whole-0")
-    # Ranks round whole layers, one process its products alone. Of 40 tokens, the share that is
-    # clipped or masked changes by .025 where one of them crosses a bound.
-    assert_alike(both.rows[:1], single[name].rows[:1], tolerance=0.03)
+    # Ranks round whole layers, one process its products alone, so that a token can cross a bound:
+    # shares of tokens differ by one of 40 at most.
+    shares = {key for key in single[name].rows[0] if re.search("clip|masked", key)}
+    for kept, tolerance in ((lambda key: key not in shares, 0.02), (shares.__contains__, 1 / 40)):
+        rows = [{k: x for k, x in one.rows[0].items() if kept(k)} for one in (both, single[name])]
+        assert_alike(rows[:1], rows[1:], tolerance=tolerance)
     assert {tensor.dtype for tensor in both.weights.values()} == {torch.bfloat16}
     for part in ("model", "critic") if name == "apart_bf16" else ("model",):
         kept = shards.read(directory / f"{name}-whole-0" / "checkpoint", part)
