@@ -54,10 +54,19 @@ def set_timing(value: float) -> Callable[[Trajectory], None]:
     return lambda made: made.timing.update(total_s=value)
 
 
+def set_named(field: str, value: float) -> Callable[[Trajectory], None]:
+    return lambda made: getattr(made, field).update(one=value)
+
+
 # by what is wrong: how it comes to be, and the field that the refusal must name
 POISONS: dict[str, tuple[Callable[[Trajectory], None], str]] = {
     **{f"reward {x}": (set_reward(x), "reward") for x in (math.nan, math.inf, -math.inf, HUGE)},
     **{f"timing {x}": (set_timing(x), "timing") for x in (math.nan, math.inf, -1.0)},
+    **{
+        f"{name} {x}": (set_named(name, x), name)
+        for name in ("terms", "metrics")
+        for x in (math.nan, math.inf, -math.inf)
+    },
     **{
         f"{name} {x}": (poison_array(name, put(x)), name)
         for name in ("logprobs", "turn_rewards")
@@ -106,7 +115,7 @@ def test_22_impossible_numbers_are_refused_at_the_edge(what: str, tmp_path: Path
 
 def test_22_every_number_of_a_trajectory_is_poisoned_above() -> None:
     """A float field added later must be added here."""
-    floats = {"reward", "timing", "turn_rewards", "logprobs"}
+    floats = {"reward", "terms", "metrics", "timing", "turn_rewards", "logprobs"}
     kinds = {**Trajectory.__annotations__, **Sequence.__annotations__}
     integers = {"turn_flags", "labels", "tokens", "roles", "turns"}  # arrays without NaN
     held = {n for n, kind in kinds.items() if "float" in str(kind) or "Array" in str(kind)}
