@@ -801,6 +801,60 @@ def test_a_url_is_of_one_episode_on_this_host_and_ends_with_it(
     asyncio.run(both())
 
 
+def test_calls_without_a_token_take_no_memory_and_are_no_failures_of_the_agent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of other users of the host. Whoever holds all places for strangers keeps no agent out."""
+    monkeypatch.setattr(server_module, "MAX_STRANGERS", 3)
+    read: list[tuple[int, int]] = []
+    inner = server_module._read
+
+    async def noted(receive: Any, limit_bytes: int) -> bytes:
+        got = 0
+
+        async def counted() -> Any:
+            nonlocal got
+            message = await receive()
+            got += len(message.get("body", b""))
+            return message
+
+        try:
+            return await inner(counted, limit_bytes)
+        finally:
+            read.append((got, limit_bytes))
+
+    monkeypatch.setattr(server_module, "_read", noted)
+
+    async def player(client: Client) -> float:
+        host, port = str(client.base_url).split("/")[2].split(":")
+        held = [await asyncio.open_connection(host, int(port)) for _ in range(5)]
+        for reader, _ in held[:2]:  # the oldest ones
+            with contextlib.suppress(ConnectionError):
+                assert await asyncio.wait_for(reader.read(), 5) == b""
+        _, writer = held[-1]
+        head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 9000000\r\n\r\n"
+        writer.write(head + b"x" * 9_000_000)
+        while not read:
+            await asyncio.sleep(0.01)
+        with contextlib.suppress(ConnectionError):
+            assert (await held[-1][0].readline()).startswith(b"HTTP/1.1 404")
+        async with Client(
+            base_url=f"http://{host}:{port}/x/v1", api_key="x", max_retries=0
+        ) as other:
+            with pytest.raises(openai.NotFoundError):
+                await ask(other, ASK)
+        for _ in range(2):
+            await ask(client, ASK)
+        for _, writer in held:
+            writer.close()
+        return 1.0
+
+    ran = run(player, Scripted("a", "b"))
+    assert ran.one.reward == 1.0
+    assert read[0][0] <= 3 * server_module.STRANGER_BYTES
+    assert (ran.counts["agent/requests"], ran.counts["agent/refused"]) == (2, 0)
+
+
 def test_who_says_nothing_is_hung_up_on_and_who_waits_for_an_answer_is_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
