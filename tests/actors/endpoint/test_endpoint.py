@@ -25,6 +25,7 @@ from torch import Tensor
 from transformers import Qwen3Config
 from transformers.models.auto import AutoModelForCausalLM
 
+from actors.endpoint import runner
 from actors.endpoint import server as server_module
 from actors.endpoint.group_judge import SYSTEM, GroupJudge, question
 from actors.endpoint.group_judge import parse as parse_scores
@@ -540,18 +541,44 @@ def test_an_agent_that_asks_nothing_has_nothing_to_learn_from() -> None:
     assert isinstance(ran.error, EnvironmentFailure) and ran.counts["agent/no_calls"] == 1
 
 
-def test_a_deadline_is_the_agents_fault_or_the_policys() -> None:
+def test_a_deadline_ends_an_agent_as_truncated() -> None:
     async def sleeper(client: Client) -> float:
         await ask(client, ASK)
         await asyncio.sleep(60)
         return 1.0
 
-    ran = run(sleeper, Scripted("a"), episode_timeout_s=0.5)
+    limits = {"episode_timeout_s": 0.5, "step_timeout_s": 0.1}
+    ran = run(sleeper, Scripted("a"), truncated_reward=-0.5, **limits)
+    assert ran.error is None and ran.counts["agent/late"] == ran.counts["agent/limited"] == 1
+    assert ran.one.truncated and ran.one.overlong and ran.one.reward == -0.5
+
+    async def caller(client: Client) -> float:
+        with pytest.raises(openai.APIStatusError):
+            while True:
+                await ask(client, ASK)
+                await asyncio.sleep(0.1)
+        return 0.25
+
+    ran = run(caller, Scripted(*["a"] * 200), max_turns=200, **limits | {"step_timeout_s": 30.0})
+    assert ran.error is None and ran.counts["agent/late"] == 0
+    assert ran.one.truncated and ran.one.overlong and ran.one.reward == 0.25, "its own verdict"
+
+
+def test_an_agent_that_never_calls_or_a_policy_that_never_answers_fails(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def silent(client: Client) -> float:
+        await asyncio.sleep(60)
+        return 1.0
+
+    limits = {"episode_timeout_s": 0.5, "step_timeout_s": 0.1}
+    ran = run(silent, Scripted("a"), **limits)
     assert isinstance(ran.error, EnvironmentFailure) and ran.counts["agent/late"] == 1
 
+    monkeypatch.setattr(runner, "HUNG_S", 2.0)
     engine = Scripted("a")
     engine.hold.clear()
-    ran = run(returning(1.0), engine, episode_timeout_s=6.0)
+    ran = run(returning(1.0), engine, **limits)
     assert isinstance(ran.error, EpisodeLate)
     assert engine.cancelled == 1 and engine.released
 
