@@ -33,6 +33,7 @@ PROBES: dict[str, Callable[..., ProbeResult]] = {
     "files": host.files,
     "recipe": recipe.recipe,
     "model": recipe.model,
+    "pace": recipe.pace,
 }
 
 
