@@ -6,8 +6,8 @@
 With `--model` a few steps of `configs/arithmetic.yaml`, and the estimated seconds of a step beside
 those of the last one. Else trains a few steps of the bandit with each case. Samples the anonymous
 memory of every process and the files of `weights.dir`. A pass fills its token budget in every case
-of the bandit, so activations are those of the plan. Names of cases as arguments choose some of them. With vLLM's Python its cases are
-run as well, and its processes count to their actor.
+of the bandit, so activations are those of the plan. Names of cases as arguments choose some of
+them. With vLLM's Python its cases are run as well, and its processes count to their actor.
 """
 
 import importlib.util
