@@ -170,9 +170,9 @@ class EvaluationTracker:
 
     def _tell(self, result: EvalResult) -> None:
         """Alert of what an evaluation cannot say: lost episodes, and rewards without a success."""
-        for one in (result, *result.sets):
+        named = [("", result), *((f" of eval.sets.{one.name}", one) for one in result.sets)]
+        for name, one in named:
             if one.lost:
-                name = "" if one is result else f" of eval.sets.{one.name}"
                 text = f"{one.lost} of {one.lost + one.episodes} episodes{name} are lost"
                 text = f"evaluation of {result.weights}: {text}, so nothing is decided by it"
                 log.warning("%s", text)
