@@ -66,8 +66,9 @@ class RunResult:
 
     @property
     def best(self) -> Point | None:
-        """The point with the largest value, the first of equal ones."""
-        return max(self.points, key=lambda point: point.value, default=None)
+        """The point with the largest value that is a number, the first of equal ones."""
+        numbers = [point for point in self.points if not math.isnan(point.value)]
+        return max(numbers, key=lambda point: point.value, default=None)
 
     @property
     def area(self) -> float | None:

@@ -37,8 +37,8 @@ class Reach(NamedTuple):
 def interval(values: Sequence[float], confidence: float = CONFIDENCE) -> Interval:
     """Return the mean and its interval by Student's t distribution with n - 1 degrees."""
     count = len(values)
-    if count == 0:
-        return Interval(math.nan, None, 0)
+    if count == 0 or not all(map(math.isfinite, values)):
+        return Interval(math.nan, None, count)
     if count == 1:
         return Interval(values[0], None, 1)
     quantile = _student_quantile((1 - confidence) / 2, count - 1)
@@ -76,12 +76,13 @@ def paired(values: Mapping[int, float], baseline: Mapping[int, float]) -> list[f
 
 
 def equivalence(differences: Sequence[float], margin: float) -> float | None:
-    """Return the p-value of two one-sided t tests (TOST; Schuirmann 1987), None below two values.
+    """Return the p-value of two one-sided t tests (TOST; Schuirmann 1987), None below two values
+    and with one that is not finite.
 
     Below .05, the mean difference lies within (-margin, margin) at that level.
     """
     count = len(differences)
-    if count < 2:
+    if count < 2 or not all(map(math.isfinite, differences)):
         return None
     mean, error = fmean(differences), stdev(differences) / math.sqrt(count)
     if error == 0:

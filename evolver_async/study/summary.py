@@ -132,7 +132,7 @@ def value_rows(cells: Sequence[CellSummary], definition: Definition) -> list[lis
 def _equivalent(differences: Sequence[float], margin: float) -> str:
     p = equivalence(differences, margin)
     if p is None:
-        return "unknown (fewer than 2 pairs)"
+        return "unknown (fewer than 2 pairs of numbers)"
     return f"{'yes' if p < LEVEL else 'not shown'} (TOST p = {p:.3f})"
 
 
@@ -162,6 +162,8 @@ def shown(value: Interval, sign: str = "") -> str:
     """Return an interval as text; a single value has none."""
     if value.count == 0:
         return "–"
+    if math.isnan(value.mean):
+        return "not a number"
     mean = f"{value.mean:{sign}.3f}"
     return f"{mean} (one seed)" if value.half is None else f"{mean} ± {value.half:.3f}"
 

@@ -121,8 +121,19 @@ def summary(run_dir: Path, ending: Ending) -> list[str]:
         for key, limit in limits.items()
         if limit
     ]
+    place, rate = f"stages.{len(others)}", newest_rate(rows)
+    if last.steps and stage_config(config, len(others)).learner.decay != "none" and rate:
+        # A longer stage has another schedule, in which the rate would rise again.
+        longer += [f"{place}.override.learner.{key}" for key in (f"lr={rate:g}", "decay=none")]
+        lines.append(f"the schedule of the last stage has ended, at learner.lr {rate:g}")
     lines.append(f"extend: {resume.partition(': ')[2]} {' '.join(longer)}")
     return [*lines, f"export: evolver-async export {run} OUT"]
+
+
+def newest_rate(rows: list[dict[str, Any]]) -> float:
+    """Return the learning rate of the newest step that has one, 0 without any."""
+    rates = [row["learner/lr"] for row in rows if row.get("learner/lr")]
+    return rates[-1] if rates else 0.0
 
 
 def last_step(rows: list[dict[str, Any]]) -> int:

@@ -100,8 +100,8 @@ def meaning(study: Study, first: str) -> str:
 
 DETAILS = (
     "RL steps are counted likewise; the mean of the curve is over all of them. Wasted is"
-    " `guidance/wasted`, the share of the guided groups that were guided though guidance did not"
-    " pay, at the end and on average; freed is the mean of `boost/freed_fraction`. A dash stands"
+    " `guidance/wasted`, the share of the guided groups that were guided while the mean gain was at"
+    " most 0, at the end and on average; freed is the mean of `boost/freed_fraction`. A dash stands"
     " for what a variant does not have."
 )
 

@@ -11,10 +11,11 @@ from evolver_async.checkpoint.directory import save
 from evolver_async.cli import main
 from evolver_async.commands.recipes import recipe_path
 from evolver_async.config import Config, StageConfig
-from evolver_async.config.load import dump, load
+from evolver_async.config.load import dump, load, stage_config
 from evolver_async.launch.run_directory import locked
 from evolver_async.metrics import tail
 from evolver_async.watch import runs
+from learner.optimize.adamw import lr_at
 
 ROOT = Path(__file__).parents[2]
 
@@ -241,6 +242,30 @@ def test_the_last_lines_say_how_it_ended_and_what_comes_next(run_dir: Path) -> N
         )
     assert runs.end(run_dir, 1).reason == "actor-0 is not started again:\n  line 3\nKeyError: 'x'"
     assert said[-1] == f"continue: evolver-async train --resume {run_dir}"
+
+
+def test_the_command_that_extends_a_run_keeps_its_learning_rate(run_dir: Path) -> None:
+    """The schedule of twice the steps is far above its end at the step that comes next."""
+    steps, lr_final = 20, 0.1
+    config = Config(stages=[StageConfig(kind="dpo", steps=steps)])
+    config.learner.lr_final = lr_final
+    dump(config, run_dir / "config.yaml")
+    rate = lr_at(steps - 1, config.learner, steps=steps)
+    row = {"lineage": 1, "step": steps, "stage_kind": "dpo", "learner/lr": rate}
+    (run_dir / "metrics.jsonl").write_text(f"{json.dumps(row)}\n")
+    said = runs.summary(run_dir, runs.end(run_dir, 0))
+    (command,) = (line for line in said if line.startswith("extend: "))
+    _, _, changes = command.partition(f"{run_dir} ")
+    longer = resumed(config, changes.split())
+    assert longer.stages[0].steps == 2 * steps
+    learner = stage_config(longer, 0).learner
+    assert lr_at(steps, learner, steps=2 * steps) == pytest.approx(rate)
+    assert lr_at(steps, config.learner, steps=2 * steps) > 4 * rate
+
+
+def resumed(config: Config, changes: list[str]) -> Config:
+    """The configuration of a run with these changes of a command line."""
+    return load(None, [f"stages=[{{kind: dpo, steps: {config.stages[0].steps}}}]", *changes])
 
 
 def test_the_best_success_is_that_of_evaluations_like_the_last(run_dir: Path) -> None:

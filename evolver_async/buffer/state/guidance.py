@@ -24,7 +24,8 @@ class GuidanceRecord(msgspec.Struct):
 
     `gains`: success of guided minus success of unguided members in the newest groups that had
     both. `groups`: rollout groups granted; `guided`: those with members to guide; `wasted`: guided
-    ones granted while guidance did not pay; `withheld`: unguided ones since the newest guided one.
+    ones granted while the mean gain was at most 0, also before the rule can tell; `withheld`:
+    unguided ones since the newest guided one.
     """
 
     gains: list[float] = []
@@ -37,7 +38,7 @@ class GuidanceRecord(msgspec.Struct):
         """Count a grant of a rollout group."""
         self.groups += 1
         self.guided += guided
-        self.wasted += guided and not self.pays()
+        self.wasted += guided and bool(self.gains) and self.gain() <= 0
         self.withheld = 0 if guided else self.withheld + 1
 
     def completed(self, held: HeldGroup) -> None:

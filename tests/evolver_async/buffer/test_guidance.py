@@ -181,7 +181,7 @@ def test_guidance_stops_where_it_gains_nothing_and_comes_back_when_it_does(tmp_p
     probes = [index for index, ticket in enumerate(later) if ticket.guided]
     assert probes == [PROBE_EVERY * number - 1 for number in range(1, 5)]
     counters = world.store.state.guidance.counters()
-    assert counters["guidance/wasted"] == pytest.approx(4 / (LEAST + 4))
+    assert counters["guidance/wasted"] == pytest.approx((LEAST - 2 + 4) / (LEAST + 4))
     assert counters["guidance/groups"] == pytest.approx((LEAST + 4) / (LEAST + 40))
     assert counters["guidance/gain"] == counters["guidance/upper"] == 0
     world.kill()
@@ -288,6 +288,17 @@ def test_only_the_newest_groups_decide() -> None:
     assert len(record.gains) == WINDOW and not record.pays()
     record.completed(completed([True], [False]))
     assert record.pays(), "one success tells that it can help again"
+
+
+def test_groups_that_were_guided_in_vain_are_wasted_before_the_rule_can_tell() -> None:
+    record = GuidanceRecord()
+    record.granted(True)
+    assert record.wasted == 0, "nothing was known"
+    record.completed(completed([False], [True]))
+    assert record.pays(), "one group does not stop it"
+    record.granted(True)
+    record.granted(False)
+    assert (record.guided, record.wasted) == (2, 1)
 
 
 @given(st.lists(st.booleans(), max_size=80), st.booleans())

@@ -13,6 +13,7 @@ from evolver_async.study.statistics import (
     reach,
     weighted_mean,
 )
+from evolver_async.study.summary import shown
 
 
 def test_an_interval_uses_students_quantile() -> None:
@@ -85,3 +86,11 @@ def test_an_area_is_the_mean_height_by_trapezoids() -> None:
 def test_weights_weigh() -> None:
     assert weighted_mean([(1.0, 1.0), (4.0, 3.0)]) == 3.25
     assert weighted_mean([]) is None
+
+
+@pytest.mark.parametrize("odd", [math.nan, math.inf])
+def test_a_value_that_is_no_number_is_told_and_ends_no_summary(odd: float) -> None:
+    found = interval([odd, 1.0, 2.0])
+    assert math.isnan(found.mean) and found.half is None and found.count == 3
+    assert shown(found) == "not a number"
+    assert equivalence([odd, 0.1], 0.5) is None
