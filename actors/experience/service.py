@@ -29,6 +29,7 @@ from actors.failures import FailureCounts
 from actors.llm.client import Endpoint
 from evolver_async.config import Config, ExperienceConfig
 from evolver_async.config.load import load_written
+from evolver_async.metrics.alerts import alert
 from evolver_async.process.addresses import experience_address
 from evolver_async.process.garbage import collect_rarely
 from evolver_async.process.setup import RoleArgs
@@ -221,6 +222,8 @@ def build(config: Config, run_dir: Path, report: Report) -> ExperienceService:
         endpoint = Endpoint(experience.llm, "experience", failures)
         extractor = LessonExtractor(experience, endpoint)
     pool = open_pool(experience, run_dir)
+    if pool.store.damage:
+        alert(run_dir, "experience damaged", pool.store.damage, "ERROR", console=True)
     return ExperienceService(pool, experience, report, extractor, failures)
 
 
