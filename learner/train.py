@@ -29,6 +29,7 @@ from learner.diagnostics.judge_rates import forget_totals, note
 from learner.diagnostics.step_result import StepResult
 from learner.diagnostics.step_rows import StepRows
 from learner.diagnostics.stop_rules import Guard
+from learner.progress import StepAbandoned
 from learner.ranks.process_group import Ranks
 from learner.run.buffer_client import Requests, Stopping
 from learner.run.checkpoint import Checkpoints
@@ -77,6 +78,7 @@ class Learner:
         updater.optimizer.register_step_pre_hook(lambda *_: self.await_copy())
         self.updater = updater if ranks is None else Leader(updater, ranks)
         self.progress = updater.ranks.progress
+        self.progress.stops = lambda: self.requests.stopping
         self.evaluating = False
         self.evaluations = EvaluationTracker(publisher, metrics, config.eval)
         self.checkpoints = Checkpoints(run_dir, config)
@@ -101,6 +103,9 @@ class Learner:
             code = self.await_evaluations()
         except Stopping as stopping:
             log.info("stopped while it waited for %s", stopping)
+            code = STOPPED
+        except StepAbandoned:
+            log.info("stopped in step %d, which a resume repeats", self.state.take + 1)
             code = STOPPED
         self.write_checkpoint()
         self.guard.report_end(self.state, self.evaluations.newest)

@@ -6,8 +6,8 @@
     scales     the actors, as `ActorScaling` wants; one that leaves returns its tickets
     ends       when the learner is done, on a signal, or when a process cannot be kept alive: the
                learner first (it writes a checkpoint), then actors, then services; each is killed
-               after `launch.drain_s`, or at once at the second signal; a checkpoint that is being
-               written has `launch.drain_s` from its last progress
+               after `launch.drain_s`, or at once at the second signal; a learner that computes or
+               writes has `launch.drain_s` from its last progress
 
 Launchers differ in their spawner alone.
 """
@@ -17,6 +17,7 @@ import logging
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 from evolver_async.checkpoint import directory as checkpoint
 from evolver_async.config import Config
@@ -35,6 +36,10 @@ POLL_S = 0.1
 SILENT_S = 60.0  # until the buffer's silence is said again, doubled each time
 SILENT_LIMIT_S = 960.0
 LATE_S = 2.0  # for an answer of the buffer while the run goes on
+LONGEST_STEPS = 3  # for which a stopped learner may compute
+STILL_S = 10.0  # without a sign of work, several beats
+COMPUTES_S = 300.0  # at least, as its longest step may not be known yet
+LOOK_S = 2.0  # between two questions for the computations of a stopped learner
 START_S = 60.0  # from its process on, until the buffer must answer
 
 log = logging.getLogger(__name__)
@@ -284,35 +289,56 @@ class Supervisor:
     def wait_for_end(self, role: str, running: list[Handle]) -> None:
         """Return when these have ended, at their deadline, or at the second signal.
 
-        The deadline is `launch.drain_s` from now, or from the last progress of a checkpoint.
+        The deadline is `launch.drain_s` from now, or from the last progress of a learner: of its
+        checkpoint, or of its computations, for which it has a multiple of its longest step.
         """
         began, drain_s, warned = time.monotonic(), self.config.launch.drain_s, False
         checkpoints = self.run_dir / "checkpoints" if role == "learner" else None
         progress, deadline = checkpoints and checkpoint.progress(checkpoints), began + drain_s
+        asked, work = began, ""
         while any(process.poll() is None for process in running):
             now, before = time.monotonic(), progress
             if (progress := checkpoints and checkpoint.progress(checkpoints)) != before:
-                deadline = now + drain_s
+                deadline, work = now + drain_s, "writing its checkpoint"
+            elif checkpoints and now - asked > LOOK_S:
+                asked = now
+                if found := self.computation(now - began):
+                    deadline, work = now + drain_s, found
             if len(self.signals) > 1 or now > deadline:
                 return
             if now > began + drain_s and not warned:
                 warned = True
-                log.warning("the learner is still writing its checkpoint; a second signal kills it")
+                log.warning("the learner is still %s; a second signal kills it", work)
             time.sleep(POLL_S / 2)
+
+    def computation(self, waited_s: float) -> str:
+        """Describe what a stopped learner computes; "" if it does not, or does so for too long."""
+        try:
+            found = (asyncio.run(self.status(LATE_S)) or {}).get("progress")
+        except RunFailed:
+            return ""
+        if found is None or found["still_s"] > STILL_S:
+            return ""
+        if waited_s > max(COMPUTES_S, LONGEST_STEPS * found["longest_s"]):
+            return ""
+        return f"computing step {found['step']} ({found['phase']})"
 
     async def buffer_answers(self, timeout_s: float = 5 * POLL_S) -> bool:
         """True if the buffer of this run replies within a moment."""
+        return await self.status(timeout_s) is not None
+
+    async def status(self, timeout_s: float) -> dict[str, Any] | None:
+        """Return the buffer's STATUS, None if it does not reply. RunFailed if it refuses."""
         client = DealerClient(
             self.spawner.address, self.run_dir.name, "launcher", keys=self.spawner.keys
         )
         try:
-            await client.request(StatusRequest(), timeout_s=timeout_s)
+            return (await client.request(StatusRequest(), timeout_s=timeout_s)).status
         except TimeoutError:
-            return False
+            return None
         except Rejected as error:
             raise RunFailed(
                 f"buffer.address: {self.spawner.address}: {error}", USER_ERROR
             ) from None
         finally:
             client.close()
-        return True

@@ -21,6 +21,7 @@ from evolver_async.protocol.trajectories import Parcel, unwrap, wrap
 from evolver_async.schema import Group, Kind, Task, WeightId
 from evolver_async.weights.channel.source import WeightSource
 from learner.diagnostics.step_result import StepResult
+from learner.progress import StepAbandoned
 from learner.ranks.process_group import Ranks, join
 from learner.schedule import Stages
 from learner.state import LearnerState
@@ -176,9 +177,11 @@ def _make(updater: Updater, stage: Config, call: RankCall) -> None:
             for _ in updater.published().parts():
                 pass
         case "rl" | "dpo" as method:
-            getattr(updater, method)(stage, groups, call.state, call.forks, call.steps)
+            with suppress(StepAbandoned):
+                getattr(updater, method)(stage, groups, call.state, call.forks, call.steps)
         case "sft":
-            updater.sft(stage, groups, call.state, call.steps)
+            with suppress(StepAbandoned):
+                updater.sft(stage, groups, call.state, call.steps)
         case method:
             raise ValueError(f"unknown call {method}")
 

@@ -119,6 +119,11 @@ class Peer(msgspec.Struct):
         return "stuck", now - max(self.moved_at, self.busy_at)
 
     @property
+    def worked_at(self) -> float:
+        """Time at which it was last heard of, or worked by its heartbeats."""
+        return max(self.seen, self.moved_at, self.busy_at)
+
+    @property
     def phase(self) -> str:
         """The activity that its last heartbeat names, "" without one."""
         return self.beat.phase[:REASON_CHARS] if self.beat is not None else ""
@@ -150,7 +155,8 @@ class Activity:
     of actors that were restarted, or forgotten for good: totals never fall. A silent actor is not
     missed any more, but its reports are kept, as it may come back and report the same totals.
     `granted`: time of the first ticket. `data_from`: members that were done when the learner began
-    to wait for its take; `data_s`: the seconds for which it waited for its last take.
+    to wait for its take; `data_s`: the seconds for which it waited for its last take. `step_s`:
+    the longest step that a heartbeat told of.
     """
 
     def __init__(self, began: float = 0.0) -> None:
@@ -161,6 +167,7 @@ class Activity:
         self.granted: float | None = None
         self.data_from = 0
         self.data_s = 0.0
+        self.step_s = 0.0
         self.metrics: dict[str, None] = {}  # names, in the order of their first report
         self.departed: dict[str, float] = {}
         self.departed_tokens = 0
@@ -181,6 +188,7 @@ class Activity:
             return f"share, step_s: {beat.share}, {beat.step_s}"
         peer = self.peers.get(name) or self.seen(name, now)
         peer.take_in(beat, now)
+        self.step_s = max(self.step_s, beat.step_s)
         if beat.role == "learner" and self.learner is None:
             self.learner = name
         return ""

@@ -222,6 +222,7 @@ class StatusReport:
         `phase` data: `done` of `needed` members have arrived; else a phase of its computations,
         whose passes are done to `share`. `for_s`: seconds so far of either, `eta_s` the rest of
         them by the pace so far, None without one. `data_s`: of the wait for the step's data.
+        `still_s`: since the learner last worked; `longest_s`: of its longest step.
         """
         activity = self.activity
         if activity.learner is None:
@@ -235,6 +236,8 @@ class StatusReport:
             "for_s": 0.0,
             "eta_s": None,
             "data_s": activity.data_s,
+            "still_s": now - peer.worked_at,
+            "longest_s": activity.step_s,
             "done": 0,
             "needed": 0,
             "micro_batches": 0,

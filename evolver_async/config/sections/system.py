@@ -65,7 +65,7 @@ class LaunchConfig:
     backoff_s: float = 1.0  # before the first restart, doubled each time
     # failed episodes in a row, beyond those in play, that end the run if no group finishes; 0: none
     max_failures: int = 200
-    # wait after a signal to stop, and after the last progress of a checkpoint, before a kill
+    # wait after a signal to stop, and after the learner's last progress, before a kill
     drain_s: float = 20.0
     gpus: GpusConfig = field(default_factory=GpusConfig)
     ray: RayConfig = field(default_factory=RayConfig)
