@@ -153,8 +153,12 @@ class BufferService:
     def handle(self, peer: str, request: Request, now: float) -> list[Reply]:
         """Answer one request; the replies may be sent after the next `commit`."""
         if isinstance(request, messages.Beat):  # of a thread: the work itself is not heard by it
-            problem = self.activity.beat(peer, request, now)
-            return [messages.Reject(reason=problem) if problem else messages.Ok()]
+            if problem := self.activity.beat(peer, request, now):
+                return [messages.Reject(reason=problem)]
+            known = self.activity.peers[peer]
+            if now in (known.moved_at, known.busy_at):
+                self.store.leases.work(peer, now)
+            return [messages.Ok()]
         self.activity.seen(peer, now)
         self.store.now = now
         if isinstance(request, messages.Lease | messages.Renew) and self._outdated(request):

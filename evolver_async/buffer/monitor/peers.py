@@ -286,7 +286,8 @@ class Activity:
         self.served(name, "lease")
 
     def alive(self, now: float, within_s: float) -> int:
-        """Number of actors heard within so many seconds that have not announced their end."""
+        """Number of actors that were heard, or worked by their heartbeats, within so many seconds,
+        and have not announced their end."""
         return sum(self._here(name, now, within_s) for name in self.actors)
 
     def asking(self, now: float, within_s: float) -> set[str]:
@@ -297,7 +298,7 @@ class Activity:
 
     def _here(self, name: str, now: float, within_s: float) -> bool:
         peer = self.peers[name]
-        return not peer.left and now - peer.seen <= within_s
+        return not peer.left and now - peer.worked_at <= within_s
 
     def generated(self) -> int:
         """Tokens that all actors have sampled, as far as reported."""

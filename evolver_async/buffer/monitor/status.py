@@ -342,7 +342,7 @@ class StatusReport:
             "trajectories_per_s": trajectories,
             "tokens_per_s": tokens,
             "phase": peer.phase,
-            "seen_s_ago": now - peer.seen,
+            "seen_s_ago": now - max(peer.seen, peer.beat_at),
             "leases": leases,
             "doing": peer.doing[0][:TEXT_CHARS] if peer.doing and leases else "",
             "error": error[:TEXT_CHARS],
@@ -352,13 +352,13 @@ class StatusReport:
     def _peer_state(self, name: str, leases: int, now: float) -> str:
         """The state of an actor: left, silent, behind, working, waiting or idle.
 
-        silent: not heard for longer than a lease lasts. behind: it plays nothing since its weights
-        are too old.
+        silent: neither heard nor at work for longer than a lease lasts. behind: it plays nothing
+        since its weights are too old.
         """
         peer = self.activity.peers[name]
         if peer.left:
             return "left"
-        if now - peer.seen > self.lease_s:
+        if now - peer.worked_at > self.lease_s:
             return "silent"
         if leases:
             return "working"

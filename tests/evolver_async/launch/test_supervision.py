@@ -174,6 +174,23 @@ def in_step(world: World) -> None:
     assert world.sample(0)
 
 
+@pytest.mark.parametrize(
+    ("busy", "seconds", "held"), [(True, 36, True), (False, 36, False), (True, 60, False)]
+)
+def test_a_forward_longer_than_the_lease_keeps_it_within_the_time_of_a_stall(
+    world: World, busy: bool, seconds: int, held: bool
+) -> None:
+    buffer = world.service.store.leases
+    assert (buffer.lease_s, buffer.stall_s) == (10, 40)
+    world.lease(credit=2)
+    for _ in range(seconds):
+        beat(world, "actor-0", 7, busy)
+        world.pass_time(1.0)
+    status = world.service.status(world.now)["actors"]["actor-0"]
+    assert bool(status["leases"]) == held and status["seen_s_ago"] <= 1
+    assert (status["state"] == "silent") == (not busy)
+
+
 @pytest.mark.parametrize("peer", ["learner", "actor-0"])
 def test_a_process_that_moves_or_computes_is_not_stuck(world: World, peer: str) -> None:
     in_step(world)
