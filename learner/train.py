@@ -16,6 +16,7 @@ from evolver_async.checkpoint.directory import CheckpointError
 from evolver_async.checkpoint.directory import progress as writing
 from evolver_async.config import Config
 from evolver_async.errors import EVALUATION_LOST, STOPPED, TrainingError
+from evolver_async.files import await_room, lacks_room
 from evolver_async.launch import run_directory
 from evolver_async.lineages import Fork
 from evolver_async.metrics.activity import OTHER
@@ -80,6 +81,8 @@ class Learner:
         self.progress = updater.ranks.progress
         self.progress.stops = lambda: self.requests.stopping
         self.evaluating = False
+        self.lacking = ""  # what waits for disk space
+        publisher.heed(lambda: self.requests.stopping, self.tell_of_room)
         self.evaluations = EvaluationTracker(publisher, metrics, config.eval)
         self.checkpoints = Checkpoints(run_dir, config)
         self.guard = Guard(run_dir, metrics)
@@ -107,7 +110,12 @@ class Learner:
         except StepAbandoned:
             log.info("stopped in step %d, which a resume repeats", self.state.take + 1)
             code = STOPPED
-        self.write_checkpoint()
+        try:
+            self.write_checkpoint()
+        except Exception as error:
+            if code != STOPPED or not lacks_room(error):
+                raise
+            log.error("stopped without its last checkpoint: %s", error)
         self.guard.report_end(self.state, self.evaluations.newest)
         if isinstance(self.updater, Leader):
             self.updater.end()
@@ -163,7 +171,8 @@ class Learner:
         count = self.timers.clock.changes + progress.micro_batches
         if activity == "checkpoint":  # its bytes can take long, and no processor
             count += hash(writing(self.checkpoints.directory)) % (1 << 32)
-        phase = PHASES.get(activity, activity)
+        phase = f"wait for disk space: {self.lacking}" if self.lacking else ""
+        phase = phase or PHASES.get(activity, activity)
         if activity == OTHER and progress.began is None:
             phase = "evaluation" if self.evaluating else "start"
         return messages.Beat(
@@ -277,7 +286,18 @@ class Learner:
 
     def publish(self, retain: bool) -> None:
         """Publish the policy under its version."""
-        self.publisher.publish(self.state.head, self.updater.published(), retain=retain)
+        try:
+            self.publisher.publish(self.state.head, self.updater.published(), retain=retain)
+        except OSError as error:
+            if self.requests.stopping and lacks_room(error):
+                raise Stopping("disk space for its weights") from error
+            raise
+
+    def tell_of_room(self, text: str) -> None:
+        """Note a wait for disk space, and alert of it; "": its end."""
+        self.lacking = text
+        if text:
+            self.metrics.alert("disk full", text, "ERROR", console=True)
 
     def await_copy(self) -> None:
         """Wait until the weights may change: a version is copied beside the step after it."""
@@ -328,7 +348,14 @@ class Learner:
 
     def write_checkpoint(self) -> None:
         self.clock.count(self.state)
-        self.checkpoints.write(self.state, lambda path: self.updater.save(path, self.state))
+        await_room(
+            lambda: self.checkpoints.write(
+                self.state, lambda path: self.updater.save(path, self.state)
+            ),
+            "a checkpoint",
+            stops=lambda: self.requests.stopping,
+            tell=self.tell_of_room,
+        )
 
     def keep(self, paused: str = "") -> dict[int, int]:
         """Report the oldest take that checkpoints can ask for; log results of evaluations.

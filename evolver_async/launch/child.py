@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Protocol
 
 from evolver_async.config import Config
-from evolver_async.errors import EVALUATION_LOST, STOPPED, TRAINING_ERROR, USER_ERROR
+from evolver_async.errors import DISK_FULL, EVALUATION_LOST, STOPPED, TRAINING_ERROR, USER_ERROR
+from evolver_async.files import lacks_room
 from evolver_async.launch.gpus import VISIBLE, index_of, visible_gpus
 from evolver_async.launch.run_directory import last_lines
 from evolver_async.process.addresses import keys_of
@@ -182,16 +183,18 @@ def innermost(lines: list[str]) -> str:
     return next((line for line in said if line and not WARNING.search(line)), "")
 
 
+@dataclass
 class FailedStart:
     """Handle of a process that could not be started: it has crashed, and can be started again."""
 
+    code: int = CRASHED
     pid = 0
 
     def poll(self) -> int:
-        return CRASHED
+        return self.code
 
     def wait(self) -> int:
-        return CRASHED
+        return self.code
 
     def terminate(self) -> None:
         """Do nothing, as there is no process."""
@@ -235,7 +238,7 @@ class LocalSpawner(Spawner):
             line = f"{time.strftime('%F %T')} ERROR {__name__}: {name} cannot be started: {error}\n"
             with suppress(OSError), open(self.log_file(name), "a", encoding="utf-8") as log_file:
                 log_file.write(line)
-            return FailedStart()
+            return FailedStart(DISK_FULL if lacks_room(error) else CRASHED)
 
 
 def ending(code: int) -> str:

@@ -14,6 +14,7 @@ Launchers differ in their spawner alone.
 
 import asyncio
 import logging
+import os
 import signal
 import time
 from pathlib import Path
@@ -21,7 +22,7 @@ from typing import Any
 
 from evolver_async.checkpoint import directory as checkpoint
 from evolver_async.config import Config
-from evolver_async.errors import EVALUATION_LOST, USER_ERROR
+from evolver_async.errors import DISK_FULL, EVALUATION_LOST, USER_ERROR
 from evolver_async.launch.child import FINAL, Child, FailedStart, Handle, Spawner, ending
 from evolver_async.launch.run_directory import announce
 from evolver_async.launch.scaling import ActorScaling
@@ -35,6 +36,9 @@ from evolver_async.transport.dealer import DealerClient
 POLL_S = 0.1
 SILENT_S = 60.0  # until the buffer's silence is said again, doubled each time
 SILENT_LIMIT_S = 960.0
+ROOM_S = 2.0  # between two looks at the disks
+FULL_BYTES = 1 << 16  # of a disk with so little room nothing useful can be written
+FULL_PAUSE_S = 5.0  # until a process that found no room on its disk is started again
 LATE_S = 2.0  # for an answer of the buffer while the run goes on
 LONGEST_STEPS = 3  # for which a stopped learner may compute
 STILL_S = 10.0  # without a sign of work, several beats
@@ -43,6 +47,15 @@ LOOK_S = 2.0  # between two questions for the computations of a stopped learner
 START_S = 60.0  # from its process on, until the buffer must answer
 
 log = logging.getLogger(__name__)
+
+
+def is_full(directory: Path) -> bool:
+    """Return True if a disk has no room for this user: no bytes, or no further files."""
+    try:
+        disk = os.statvfs(directory)
+    except OSError:
+        return False
+    return disk.f_bavail * disk.f_frsize < FULL_BYTES or (disk.f_files > 0 and not disk.f_favail)
 
 
 class RunFailed(Exception):
@@ -69,6 +82,11 @@ class Supervisor:
         self.answered = self.asked = 0.0  # times of the buffer's last answer and of the last look
         self.silent_due = 0.0  # time at which its silence is said next
         self.silent_pause_s = SILENT_S
+        self.disks = [run_dir]
+        if config.weights.kind in ("auto", "shm") and not config.weights.address:
+            self.disks.append(Path(config.weights.dir))
+        self.measured = self.full_due = 0.0  # times of the last look, and of the next warning
+        self.full_pause_s = SILENT_S
 
     def run(self) -> int:
         """Run to the end; return 0, 128 + the signal that ended it, or the code of a failure.
@@ -124,6 +142,7 @@ class Supervisor:
                 self.supervise(child, time.monotonic())
             self.scale(time.monotonic())
             self.ask_buffer(time.monotonic())
+            self.check_room(time.monotonic())
             time.sleep(POLL_S)
 
     def ask_buffer(self, now: float) -> None:
@@ -151,6 +170,24 @@ class Supervisor:
                 alert(self.run_dir, "stall of buffer", text)
             self.silent_due = now + self.silent_pause_s
             self.silent_pause_s = min(2 * self.silent_pause_s, SILENT_LIMIT_S)
+
+    def check_room(self, now: float) -> None:
+        """Say if the disk of the run or of its weights is full, and again after growing pauses.
+
+        The logs and alerts of the processes may be on the same disk.
+        """
+        if now - self.measured < ROOM_S:
+            return
+        self.measured = now
+        full = [path for path in self.disks if is_full(path)]
+        if full and now >= self.full_due:
+            names = " and ".join(map(str, full))
+            log.warning("the disk of %s is full: the run waits for space", names)
+            self.full_due = now + self.full_pause_s
+            self.full_pause_s = min(2 * self.full_pause_s, SILENT_LIMIT_S)
+        elif not full and self.full_due:
+            log.warning("the disk has space again")
+            self.full_due, self.full_pause_s = 0.0, SILENT_S
 
     def finished(self) -> bool:
         """True if the learner is done. A stopped one has another exit code."""
@@ -233,7 +270,9 @@ class Supervisor:
         """True if a child that ended with this code has a restart left in its budget."""
         if now - child.started >= self.config.launch.healthy_s:
             child.restarts = 0
-        return code not in FINAL and child.restarts < self.config.launch.restarts
+        return code == DISK_FULL or (
+            code not in FINAL and child.restarts < self.config.launch.restarts
+        )
 
     def plan_restart(self, child: Child, code: int, now: float) -> None:
         """Set the time of the next restart. RunFailed if the budget is spent."""
@@ -246,6 +285,10 @@ class Supervisor:
                 f"{self.spawner.log_tail(child)}",
                 1,
             )
+        if code == DISK_FULL:  # the disk is to blame, and none of the budget is used
+            child.due = now + FULL_PAUSE_S
+            log.warning("%s: %s", child.name, self.spawner.last_error(child))
+            return
         pause_s = launch.backoff_s * 2**child.restarts
         child.due = now + pause_s
         child.restarts += 1

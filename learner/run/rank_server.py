@@ -14,6 +14,7 @@ import msgspec
 
 from evolver_async.config import Config, ConfigError
 from evolver_async.config.sections.channel import leaves_host
+from evolver_async.files import lacks_room
 from evolver_async.lineages import Fork
 from evolver_async.metrics.writer import Timers
 from evolver_async.process.setup import RoleArgs
@@ -172,7 +173,11 @@ def _make(updater: Updater, stage: Config, call: RankCall) -> None:
         case "begin_stage" | "ensure_reference" as method:
             getattr(updater, method)(stage, call.stage)
         case "save":
-            updater.save(Path(call.path), call.state)
+            try:
+                updater.save(Path(call.path), call.state)
+            except OSError as error:  # the first rank tries again
+                if not lacks_room(error):
+                    raise
         case "published":
             for _ in updater.published().parts():
                 pass
