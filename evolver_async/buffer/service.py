@@ -43,7 +43,7 @@ from evolver_async.metrics.alerts import alert
 from evolver_async.metrics.gauges import ACTORS_PER_S, PERIOD_S, append
 from evolver_async.model.tokenizer import tokenizer_hash
 from evolver_async.process.addresses import experience_address, weights_address
-from evolver_async.process.garbage import collect_rarely
+from evolver_async.process.garbage import collect_rarely, give_back_memory
 from evolver_async.process.setup import INCARNATIONS, RoleArgs
 from evolver_async.process.versions import differences, versions
 from evolver_async.protocol import messages
@@ -304,6 +304,7 @@ def main(args: RoleArgs) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
     collect_rarely()
+    give_back_memory()
     config = load_written(args.run_dir)
     # leases are measured with the server's clock, which is the monotonic one
     tokenizer = tokenizer_hash(config.policy.path)

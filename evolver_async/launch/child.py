@@ -28,6 +28,9 @@ CRASHED = 1  # exit code after any other error
 
 # glibc: do not return freed activations to the kernel only to fault them in again a moment later
 KEEP_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(1 << 30), "MALLOC_MMAP_THRESHOLD_": str(32 << 20)}
+# oneDNN keeps what it has prepared for a thousand numbers of rows: hundreds of MiB for batches of
+# all sizes, and no faster than with the last few of them.
+FEW_SHAPES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "8", "LRU_CACHE_CAPACITY": "8"}
 
 
 class Handle(Protocol):
@@ -147,7 +150,7 @@ class Spawner(ABC):
         return {
             "OMP_NUM_THREADS": str(threads.get(role, 1)),
             "TOKENIZERS_PARALLELISM": "false",
-        } | KEEP_MEMORY
+        } | (KEEP_MEMORY | FEW_SHAPES)
 
     def log_file(self, name: str) -> Path:
         (self.run_dir / "logs").mkdir(exist_ok=True)

@@ -17,6 +17,7 @@ from evolver_async.config.sections.channel import leaves_host
 from evolver_async.files import lacks_room
 from evolver_async.lineages import Fork
 from evolver_async.metrics.writer import Timers
+from evolver_async.process.garbage import give_back_memory
 from evolver_async.process.setup import RoleArgs
 from evolver_async.protocol.trajectories import Parcel, unwrap, wrap
 from evolver_async.schema import Group, Kind, Task, WeightId
@@ -163,6 +164,7 @@ def attend(config: Config, run_dir: Path, ranks: Ranks) -> int:
     """Run a rank until the first one ends it; only the first reacts to signals."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    give_back_memory()
     follow(Updater(config, run_dir, Timers(), ranks), Stages(config), ranks)
     return 0
 
