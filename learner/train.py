@@ -7,6 +7,7 @@ changes the policy, `stop_rules` reacts to alarms.
 
 import logging
 import secrets
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -171,6 +172,8 @@ class Learner:
         count = self.timers.clock.changes + progress.micro_batches
         if activity == "checkpoint":  # its bytes can take long, and no processor
             count += hash(writing(self.checkpoints.directory)) % (1 << 32)
+        if self.lacking:  # it does not hang
+            count += int(time.monotonic())
         phase = f"wait for disk space: {self.lacking}" if self.lacking else ""
         phase = phase or PHASES.get(activity, activity)
         if activity == OTHER and progress.began is None:

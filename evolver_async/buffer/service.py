@@ -226,7 +226,9 @@ class BufferService:
             self._look_due = now + LOOK_S
             self.activity.forget(now)
             lines += self.stalls.lines(now)
-            self._alert_of_stalls()
+            step_s = self.activity.step_s + self.activity.data_s
+            if (found := self.stalls.alert(now, step_s)) and self.run_dir is not None:
+                alert(self.run_dir, *found)
         self.store.journal.measure()
         if warning := self.censoring.alarm(now):
             lines.append(warning)
@@ -251,11 +253,6 @@ class BufferService:
         log.warning("%s: %s", title, text)
         if self.run_dir is not None:
             alert(self.run_dir, title, text, console=True)
-
-    def _alert_of_stalls(self) -> None:
-        for stall in self.stalls.drain():
-            if self.run_dir is not None:
-                alert(self.run_dir, f"stall of {stall.who}", stall.text)
 
     def _record_gauges(self, name: str, gauges: dict[str, float], now: float) -> None:
         """Append the gauges of a process, less often the more actors there are."""

@@ -14,12 +14,17 @@ Launchers differ in their spawner alone.
 
 import asyncio
 import logging
+import math
 import os
 import signal
+import subprocess
 import time
 from pathlib import Path
 from typing import Any
 
+import psutil
+
+from evolver_async.buffer.monitor.stalls import ALERT_PAUSE_S, LIFE
 from evolver_async.checkpoint import directory as checkpoint
 from evolver_async.config import Config
 from evolver_async.errors import DISK_FULL, EVALUATION_LOST, USER_ERROR
@@ -36,6 +41,8 @@ from evolver_async.transport.dealer import DealerClient
 POLL_S = 0.1
 SILENT_S = 60.0  # until the buffer's silence is said again, doubled each time
 SILENT_LIMIT_S = 960.0
+STANDSTILL_S = 60.0  # between two questions, past which this process itself was stopped
+BUSY_S = 0.2  # of a processor between two questions: a buffer that computes does not hang
 ROOM_S = 2.0  # between two looks at the disks
 FULL_BYTES = 1 << 16  # of a disk with so little room nothing useful can be written
 FULL_PAUSE_S = 5.0  # until a process that found no room on its disk is started again
@@ -82,6 +89,9 @@ class Supervisor:
         self.answered = self.asked = 0.0  # times of the buffer's last answer and of the last look
         self.silent_due = 0.0  # time at which its silence is said next
         self.silent_pause_s = SILENT_S
+        self.alerted = -math.inf  # time of the last alert of that
+        self.hung: dict[str, int] = {}  # incarnations of those found hung at the last look
+        self.buffer_work = 0, 0.0  # pid of the buffer, and its processor seconds at the last look
         self.disks = [run_dir]
         if config.weights.kind in ("auto", "shm") and not config.weights.address:
             self.disks.append(Path(config.weights.dir))
@@ -153,23 +163,62 @@ class Supervisor:
         warn_s = self.config.buffer.warn_s
         if now - self.asked < max(1.0, warn_s / 5):
             return
+        if now - self.asked > STANDSTILL_S:  # this process, or its host, stood still, too
+            self.answered, self.hung = now, {}
         self.asked = now
         silent_s = now - self.answered
         try:
-            answers = asyncio.run(self.buffer_answers(LATE_S))
+            status = asyncio.run(self.status(LATE_S))
         except RunFailed:  # it refuses, so it lives
-            answers = True
-        if answers:
+            status = {"stalled": []}
+        if status is not None:
             if silent_s > warn_s:
                 log.warning("the buffer answers again after %.0f s", silent_s)
             self.answered, self.silent_due, self.silent_pause_s = now, now, SILENT_S
-        elif silent_s > warn_s and now >= self.silent_due:
+        self.end_hung(self.lifeless(status, silent_s), now)
+        if status is not None:
+            return
+        if silent_s > warn_s and now >= self.silent_due:
             text = f"the buffer does not answer for {silent_s:.0f} s: stopped, or its disk hangs"
             log.warning("%s", text)
-            if self.silent_pause_s == SILENT_S:
+            if self.silent_pause_s == SILENT_S and now - self.alerted > ALERT_PAUSE_S:
+                self.alerted = now
                 alert(self.run_dir, "stall of buffer", text)
             self.silent_due = now + self.silent_pause_s
             self.silent_pause_s = min(2 * self.silent_pause_s, SILENT_LIMIT_S)
+
+    def lifeless(self, status: dict[str, Any] | None, silent_s: float) -> dict[str, float]:
+        """Return the seconds without any sign of life by process; the buffer's if it is silent."""
+        if status is not None:
+            stalled = status["stalled"]
+            return {one["who"]: one["for_s"] for one in stalled if one["about"] == LIFE}
+        (buffer,) = (child for child in self.children if child.role == "buffer")
+        pid, before = buffer.process.pid, self.buffer_work
+        if not isinstance(buffer.process, subprocess.Popen):  # it can be on another host
+            return {}
+        try:
+            times = psutil.Process(pid).cpu_times()
+        except psutil.Error:  # it has ended
+            return {}
+        self.buffer_work = pid, times.user + times.system
+        if before[0] != pid or self.buffer_work[1] - before[1] > BUSY_S:
+            return {}
+        return {"buffer": silent_s}
+
+    def end_hung(self, lifeless: dict[str, float], now: float) -> None:
+        """Kill processes that have hung for too long, at two looks: they are started again."""
+        launch, before = self.config.launch, self.hung
+        self.hung = {}
+        for child in self.children:
+            limit_s = launch.hung_learner_s if child.role == "learner" else launch.hung_s
+            for_s = lifeless.get(child.name, 0.0)
+            if not limit_s or for_s < limit_s or child.due is not None:
+                continue
+            self.hung[child.name] = child.incarnation
+            if before.get(child.name) == child.incarnation:
+                log.warning("%s has hung for %.0f s and is killed", child.name, for_s)
+                for process in child.processes:
+                    process.kill()
 
     def check_room(self, now: float) -> None:
         """Say if the disk of the run or of its weights is full, and again after growing pauses.

@@ -156,6 +156,7 @@ class StatusReport:
             "stalled": [
                 {
                     "who": stall.who,
+                    "about": stall.about,
                     "what": stall.what[:TEXT_CHARS],
                     "for_s": stall.for_s,
                     "silent": stall.silent,

@@ -504,6 +504,55 @@ def test_a_stopped_learner_may_compute_for_some_of_its_steps(
     assert "computing step 7" in caplog.text or not ends
 
 
+SLEEPS = "import time; time.sleep(600)"
+
+
+def test_a_process_that_hangs_is_killed_at_the_second_look(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    launcher = supervisor(Config(), tmp_path)
+    for role, name in (("actor", "actor-0"), ("actor", "actor-1"), ("learner", "learner")):
+        launcher.children.append(Child(role, name, python(SLEEPS), 3))
+    hung = {"actor-0": 301.0, "actor-1": 299.0, "learner": 1000.0}
+    try:
+        launcher.end_hung(hung, 0.0)
+        launcher.end_hung({}, 6.0)  # it was none: the machine had been suspended
+        launcher.end_hung(hung, 12.0)
+        assert [child.poll() for child in launcher.children] == [None, None, None]
+        launcher.end_hung(hung, 18.0)
+        assert launcher.children[0].process.wait() == -signal.SIGKILL
+        assert [child.poll() for child in launcher.children[1:]] == [None, None]
+        assert "actor-0 has hung for 301 s" in caplog.text
+        launcher.config.launch.hung_learner_s = 900.0
+        launcher.end_hung(hung, 24.0)
+        launcher.end_hung(hung, 30.0)
+        assert launcher.children[2].process.wait() == -signal.SIGKILL
+    finally:
+        for child in launcher.children:
+            child.process.kill()
+            child.process.wait()
+
+
+def test_a_stopped_buffer_hangs_and_one_that_computes_does_not(tmp_path: Path) -> None:
+    launcher = supervisor(Config(), tmp_path)
+    busy = python("while True: pass")
+    child = Child("buffer", "buffer", busy, 0)
+    launcher.children.append(child)
+    try:
+        assert launcher.lifeless(None, 400.0) == {}
+        time.sleep(1.0)
+        wait_for(lambda: launcher.lifeless(None, 400.0) == {}, "it computes")
+        busy.send_signal(signal.SIGSTOP)
+        wait_for(lambda: launcher.lifeless(None, 400.0) == {"buffer": 400.0}, "it is stopped")
+    finally:
+        busy.kill()
+        busy.wait()
+    assert launcher.lifeless(None, 400.0) == {}
+    stall = {"who": "actor-0", "for_s": 7.0, "about": "life"}
+    status = {"stalled": [stall, stall | {"who": "actor-1", "about": "groups"}]}
+    assert launcher.lifeless(status, 0.0) == {"actor-0": 7.0}
+
+
 def test_a_rank_that_stumbles_on_its_way_out_undoes_no_finished_run() -> None:
     ranks = [python(f"raise SystemExit({code})") for code in (0, 1)]
     for rank in ranks:
