@@ -2,6 +2,9 @@
 
 import sys
 
+if not sys.flags.safe_path:
+    del sys.path[0]  # of the working directory, whose files would hide any module
+
 from evolver_async.cli import main
 
 if __name__ == "__main__":

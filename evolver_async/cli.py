@@ -3,12 +3,16 @@
 A mistake of the user is one sentence on stderr and exit code 2, before anything is started.
 """
 
+import sys
+
+if __name__ == "__main__" and not sys.flags.safe_path:
+    del sys.path[0]  # of the working directory, whose files would hide any module
+
 import argparse
 import difflib
 import os
 import select
 import signal
-import sys
 from pathlib import Path
 from typing import TypeAlias
 
@@ -17,6 +21,9 @@ from evolver_async.extension import find_modules
 from evolver_async.launch.registry import PROCESSES, resolve
 from evolver_async.process.stopping import StopSignal
 from evolver_async.splits import SPLITS
+
+# Commands that run functions of the user's own; others import nothing of the working directory.
+OWN_CODE = ("train", "study", "rerun", "doctor", "config", "eval", "export", *PROCESSES)
 
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
@@ -36,7 +43,7 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if takes_changes:
         args.positional += changes  # those after an option
-    find_modules()
+    find_modules(own=args.command in OWN_CODE)
     try:
         code = resolve(f"evolver_async.commands.{args.function}")(args)
         sys.stdout.flush()

@@ -69,12 +69,14 @@ def noted(key: str, name: str, function: F) -> F:
     return called  # pyright: ignore[reportReturnType]
 
 
-def find_modules() -> None:
-    """Let modules of the working directory be imported, as a user's environments and agents are.
+def find_modules(*, own: bool) -> None:
+    """Let the wings be imported and, if `own`, modules of the working directory behind all others.
 
-    The wings are imported before, so that a file `learner.py` there does not hide them.
+    A user's environments and agents are found there. A file there hides no module that exists.
     """
     sys.path.insert(0, str(Path(__file__).parents[1]))
     for wing in ("actors", "learner"):
         importlib.import_module(wing)
-    sys.path[0] = os.getcwd()
+    del sys.path[0]
+    if own and os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())

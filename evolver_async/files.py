@@ -1,23 +1,10 @@
-"""Files on a disk that can be full: written whole, or waited for; errors that mean no room."""
+"""Files that a power cut or a full disk leaves whole, and names in files that others wrote."""
 
-import errno
-import logging
+import json
 import os
-import re
-import time
-from collections.abc import Callable
-from pathlib import Path
-from typing import TypeVar
-
-T = TypeVar("T")
-
-NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-# as libraries word it that raise no OSError: safetensors, SQLite
-WORDS = re.compile(rf"os error ({'|'.join(map(str, NO_ROOM))})\b|disk is full|No space left")
-RETRY_S = 1.0
-REPEAT_S = 60.0  # until a wait for room is said again
-
-log = logging.getLogger(__name__)
+import shutil
+from pathlib import Path, PurePosixPath
+from typing import Any
 
 
 def write_whole(path: Path, text: str) -> None:
@@ -30,43 +17,24 @@ def write_whole(path: Path, text: str) -> None:
     part.replace(path)
 
 
-def lacks_room(error: BaseException | None) -> bool:
-    """Return True if an error, or one that led to it, says that a disk or a quota is full."""
-    while error is not None:
-        if getattr(error, "errno", None) in NO_ROOM or WORDS.search(str(error)):
-            return True
-        error = error.__cause__ or error.__context__
-    return False
+def is_inside(name: str) -> bool:
+    """Return True if a name from a file, joined to a directory, is the path of a file below it."""
+    path = PurePosixPath(name)
+    plain = str(path) == name and "\0" not in name
+    return plain and path.parts[:1] not in ((), ("/",)) and ".." not in path.parts
 
 
-def await_room(
-    work: Callable[[], T],
-    what: str,
-    *,
-    stops: Callable[[], bool] = lambda: False,
-    tell: Callable[[str], object] = lambda _: None,
-) -> T:
-    """Call `work` until there is room for what it writes; return its result.
+def parsed(text: str | bytes) -> Any:
+    """Return the value of a text in JSON. Raise ValueError, also if it is nested too deep."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("is nested too deep") from None
 
-    The wait is logged. `tell` gets a text when it begins, and "" at its end. If `stops` returns
-    True, the lack of room is raised.
-    """
-    began, due = time.monotonic(), 0.0
-    while True:
-        try:
-            found = work()
-        except Exception as error:
-            if not lacks_room(error) or stops():
-                raise
-            if (now := time.monotonic()) >= due:
-                text = f"{what} waits for disk space: {error}"
-                log.warning("%s", text)
-                if not due:
-                    tell(text)
-                due = now + REPEAT_S
-            time.sleep(RETRY_S)
-            continue
-        if due:
-            log.warning("%s goes on after %.0f s", what, time.monotonic() - began)
-            tell("")
-        return found
+
+def remove(path: Path) -> None:
+    """Remove a file, or a directory with its content. A link is unlinked and never followed."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()

@@ -54,6 +54,7 @@ class TurnFlag(enum.IntFlag):
     CUT = 16  # it reached `max_tokens` without an end of its own
     FULL = 32  # the last one of an episode whose context had no room for another
     OBSERVATION_CUT = 64  # the policy was shown only a part of an observation after it
+    LATE = 128  # the last one of an episode that `env.episode_timeout_s` ended
 
 
 class WeightId(msgspec.Struct, kw_only=True, frozen=True, order=True, forbid_unknown_fields=True):
@@ -260,8 +261,8 @@ class Trajectory(msgspec.Struct, kw_only=True, eq=False, dict=True, forbid_unkno
 
     @property
     def overlong(self) -> bool:
-        """True if a limit of tokens ended it: within its last turn, or without room for another."""
-        cut = TurnFlag.CUT | TurnFlag.FULL
+        """True if a limit of tokens or time ended it: within its last turn, or before another."""
+        cut = TurnFlag.CUT | TurnFlag.FULL | TurnFlag.LATE
         return len(self.turn_flags) > 0 and bool(int(self.turn_flags[-1]) & cut)
 
     @property

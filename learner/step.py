@@ -19,11 +19,11 @@ from types import MappingProxyType
 import numpy as np
 
 from evolver_async.config import Config
-from evolver_async.files import lacks_room
 from evolver_async.lineages import Fork
 from evolver_async.metrics.histograms import Histogram
 from evolver_async.metrics.writer import Timers
 from evolver_async.model import policy
+from evolver_async.room import lacks_room
 from evolver_async.schema import Array, Group
 from learner.advantage.assign import assign
 from learner.advantage.gae import WITH_CRITIC

@@ -22,7 +22,7 @@ from actors.formats.chat import Chat
 from actors.llm.client import Endpoint
 from actors.progress import TicketProgress
 from actors.rollout.environment import own_cancellation
-from actors.rollout.episode import EpisodeLate
+from actors.rollout.episode import HUNG_S, EpisodeLate
 from actors.rollout.episode_config import Setting
 from actors.rollout.finished import Deliver, Finished, RewardTooLarge, assembled
 from actors.rollout.group import side_by_side
@@ -141,20 +141,27 @@ class AgentRunner:
         base_url, token = await self._server.open(session)
         where = f"task {ticket.task.task_id}, member {member}"
         self._sessions.add(session)
+        outcome: AgentOutcome | None = None if self.judge is not None else AgentOutcome(0.0, False)
         try:
             with progress.during(member, f"agent {self.path}"):
-                progress.run_agents(setting.episode_timeout_s)
-                async with asyncio.timeout(setting.episode_timeout_s) as limit:
-                    outcome = await self._call(ticket, member, session, base_url, token)
+                progress.run_agents(setting.episode_timeout_s + setting.step_timeout_s)
+                async with asyncio.timeout(None) as limit:
+                    ending = asyncio.create_task(_end(session, setting, limit))
+                    try:
+                        outcome = await self._call(ticket, member, session, base_url, token)
+                    finally:
+                        ending.cancel()
         except TimeoutError:
             if not limit.expired():
                 raise
             self._counts["late"] += 1
-            seconds = f"generation took {session.generate_s:.1f} s of it"
-            cause = f"env.episode_timeout_s={setting.episode_timeout_s:g} has passed, {seconds}"
-            failure = AgentFailure(self.path, where, "", TimeoutError(cause))
-            slow_policy = session.generate_s > setting.episode_timeout_s / 2
-            raise (EpisodeLate(failure) if slow_policy else failure) from None
+            if not session.recorder.turns:
+                cause = f"env.episode_timeout_s={setting.episode_timeout_s:g} has passed, "
+                cause += f"generation took {session.generate_s:.1f} s of it"
+                failure = AgentFailure(self.path, where, "", TimeoutError(cause))
+                slow_policy = session.generate_s > setting.episode_timeout_s / 2
+                raise (EpisodeLate(failure) if slow_policy else failure) from None
+            session.limited = True
         except _AgentError as failed:
             self._counts[failed.reason] += 1
             raise AgentFailure(self.path, where, "", failed.cause) from failed.cause
@@ -248,6 +255,15 @@ class AgentRunner:
             self._counts["no_reward"] += 1
             where = f"task {task.task_id}, member {played.member}"
             raise AgentFailure(self.path, where, "", error) from None
+
+
+async def _end(session: EndpointSession, setting: Setting, limit: asyncio.Timeout) -> None:
+    """Refuse calls once the episode's time is over, let those in flight end, and end the agent if
+    it has not returned after the time of a step."""
+    await asyncio.sleep(setting.episode_timeout_s)
+    session.late = True
+    await session.answered(HUNG_S)
+    limit.reschedule(asyncio.get_running_loop().time() + setting.step_timeout_s)
 
 
 def make_agents(

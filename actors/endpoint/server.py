@@ -3,7 +3,8 @@
 uvicorn speaks HTTP/1.1 and pauses reading from clients that send too much. This module adds the
 limits that uvicorn does not have: bytes per body, seconds per request, and the cancellation of a
 generation whose client has disconnected. A base URL contains a token that cannot be guessed; the
-holder of the token can call in the name of the episode until the episode ends.
+holder of the token can call in the name of the episode until the episode ends. The token is looked
+up before the body is read: other users of the host can take neither memory nor open files.
 """
 
 import asyncio
@@ -11,8 +12,10 @@ import logging
 import secrets
 import time
 from collections import Counter
+from collections.abc import Container
+from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 from uvicorn import Config
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -25,6 +28,8 @@ from actors.failures import FailureCounts
 
 HOST = "127.0.0.1"
 MAX_BODY_BYTES = 16 << 20
+STRANGER_BYTES = 64 << 10  # of the body of a call without a token, which is answered all the same
+MAX_STRANGERS = 64  # connections without a token; the oldest one makes room for the next
 IDLE_S = 60.0  # time limit of a request's head and of its body; OpenAI's clients keep idle ones 5 s
 TOKEN_BYTES = 24
 JSON, EVENTS = "application/json", "text/event-stream"
@@ -40,6 +45,7 @@ class EndpointServer:
         self._agent = agent
         self._failures = failures
         self._sessions: dict[str, EndpointSession] = {}
+        self._strangers: dict[_Connection, None] = {}  # connections without a token, oldest first
         self._state = ServerState()
         self._listener: asyncio.Server | None = None
         self._starting = asyncio.Lock()
@@ -77,22 +83,28 @@ class EndpointServer:
             log_config=None,
         )
         config.load()
-        connection = partial(_Connection, config, self._state, {})
+        connection = partial(_Connection, self._sessions, self._strangers, config, self._state, {})
         return await asyncio.get_running_loop().create_server(connection, HOST, 0)
 
     async def _serve(self, scope: Any, receive: Any, send: Any) -> None:
         """Answer one request, as an ASGI application."""
-        self.counts["requests"] += 1
         status, kind, closing = 200, JSON, []
+        session = self._sessions.get(_token(scope))
         try:
-            body = await _read(receive)
-            kind, content = await _until_disconnect(self._answer(scope, body), receive)
+            if session is None:
+                await _refuse_stranger(receive)
+            self.counts["requests"] += 1
+            body = await _read(receive, MAX_BODY_BYTES)
+            kind, content = await _until_disconnect(_answer(session, scope, body), receive)
         except RequestRefused as refused:
-            self.counts["refused"] += 1
-            self._failures.note("agent_call", self._agent, f"refused: {refused}")
-            log.warning("a call of %s is refused: %s", self._agent, refused)
+            if session is None:  # another user's, or of an episode that has ended
+                log.warning("a call that may not be of %s is refused: %s", self._agent, refused)
+            else:
+                self.counts["refused"] += 1
+                self._failures.note("agent_call", self._agent, f"refused: {refused}")
+                log.warning("a call of %s is refused: %s", self._agent, refused)
             status, content = refused.status, response.refusal(refused)
-            closing = [(b"connection", b"close")] if status in (408, 413) else []
+            closing = [(b"connection", b"close")] * (session is None or status in (408, 413))
         except ConnectionError:
             return
         except Exception:
@@ -103,25 +115,35 @@ class EndpointServer:
         await send({"type": "http.response.start", "status": status, "headers": headers})
         await send({"type": "http.response.body", "body": content})
 
-    async def _answer(self, scope: Any, body: bytes) -> tuple[str, bytes]:
-        """Return content type and body of an answer. Raise RequestRefused."""
-        method, (token, _, path) = scope["method"], scope["path"][1:].partition("/")
-        session = self._sessions.get(token)
-        if session is None:
-            raise RequestRefused("no running episode has this URL", "no_episode", 404)
-        if (method, path) == ("GET", "v1/models"):
-            return JSON, response.models()
-        if (method, path) != ("POST", "v1/chat/completions"):
-            raise RequestRefused(f"{method} {path} is not supported", "not_found", 404)
-        request = decode(body)
-        answer = await session.complete(request)
-        now_s = int(time.time())
-        if request.stream:
-            return EVENTS, response.events(request, answer, now_s)
-        return JSON, response.whole(request, answer, now_s)
+
+def _token(scope: Any) -> str:
+    """Return the part of a request's URL in which a token stands."""
+    return scope["path"][1:].partition("/")[0]
 
 
-async def _read(receive: Any) -> bytes:
+async def _refuse_stranger(receive: Any) -> NoReturn:
+    """Raise RequestRefused; a short body is received before, so that its sender hears of it."""
+    with suppress(RequestRefused):
+        await _read(receive, STRANGER_BYTES)
+    raise RequestRefused("no running episode has this URL", "no_episode", 404)
+
+
+async def _answer(session: EndpointSession, scope: Any, body: bytes) -> tuple[str, bytes]:
+    """Return content type and body of an answer. Raise RequestRefused."""
+    method, path = scope["method"], scope["path"][1:].partition("/")[2]
+    if (method, path) == ("GET", "v1/models"):
+        return JSON, response.models()
+    if (method, path) != ("POST", "v1/chat/completions"):
+        raise RequestRefused(f"{method} {path} is not supported", "not_found", 404)
+    request = decode(body)
+    answer = await session.complete(request)
+    now_s = int(time.time())
+    if request.stream:
+        return EVENTS, response.events(request, answer, now_s)
+    return JSON, response.whole(request, answer, now_s)
+
+
+async def _read(receive: Any, limit_bytes: int) -> bytes:
     """Receive the body of a request.
 
     Raise RequestRefused if it is too large or too late, ConnectionError if the client disconnects.
@@ -135,8 +157,8 @@ async def _read(receive: Any) -> bytes:
                     raise ConnectionError
                 body += message.get("body", b"")
                 more = message.get("more_body", False)
-                if len(body) > MAX_BODY_BYTES:
-                    text = f"the request has more than {MAX_BODY_BYTES} bytes"
+                if len(body) > limit_bytes:
+                    text = f"the request has more than {limit_bytes} bytes"
                     raise RequestRefused(text, "too_large", 413)
     except TimeoutError:
         text = f"the request was not complete within {IDLE_S:g} s"
@@ -166,14 +188,30 @@ async def _until_disconnect(answer: Any, receive: Any) -> tuple[str, bytes]:
 
 
 class _Connection(H11Protocol):
-    """A connection that is closed if the head of a request takes longer than `IDLE_S`."""
+    """A connection that is closed if the head of a request takes longer than `IDLE_S`.
+
+    Until a request has named one of `sessions` it is one of `strangers`.
+    """
+
+    def __init__(
+        self, sessions: Container[str], strangers: dict["_Connection", None], *uvicorns: Any
+    ) -> None:
+        super().__init__(*uvicorns)
+        self._sessions, self._strangers = sessions, strangers
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         super().connection_made(transport)
         self._await_request()
+        if len(self._strangers) >= MAX_STRANGERS:
+            oldest = next(iter(self._strangers))
+            del self._strangers[oldest]
+            oldest.transport.abort()
+        self._strangers[self] = None
 
     def handle_events(self) -> None:
         super().handle_events()
+        if self.scope is not None and _token(self.scope) in self._sessions:
+            self._strangers.pop(self, None)
         if self.cycle is not None and not self.cycle.response_complete:
             self._idle.cancel()
 
@@ -183,6 +221,7 @@ class _Connection(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._idle.cancel()
+        self._strangers.pop(self, None)
         super().connection_lost(exc)
 
     def _await_request(self) -> None:

@@ -1,6 +1,7 @@
 """Calls of one episode: limits, generation and recording."""
 
 import asyncio
+import contextlib
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -34,8 +35,9 @@ class Completion(NamedTuple):
 class EndpointSession:
     """One member's episode.
 
-    `limited`: True if a call was refused because the episode had reached a limit. `failure`: the
-    exception that the engine raised, for which the agent is not to blame.
+    `limited`: True if a call was refused because the episode had reached a limit, or if the agent
+    was ended. `late`: True once `env.episode_timeout_s` has passed. `failure`: the exception that
+    the engine raised, for which the agent is not to blame.
     """
 
     ticket: Ticket
@@ -45,6 +47,7 @@ class EndpointSession:
     template: Template
     progress: TicketProgress
     limited: bool = False
+    late: bool = False
     failure: Exception | None = None
     flags: list[TurnFlag] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
@@ -73,6 +76,10 @@ class EndpointSession:
 
     async def complete(self, request: ChatRequest) -> Completion:
         """Answer and record one call. Raise RequestRefused. A cancelled call is not recorded."""
+        if self.late:
+            self.limited = True
+            text = f"an episode lasts {self.setting.episode_timeout_s:g} s at most"
+            raise RequestRefused(text, "episode_timeout_s")
         if self.recorder.turns + len(self._calls) >= self.setting.max_turns:
             self.limited = True
             text = f"an episode has at most {self.setting.max_turns} calls"
@@ -87,6 +94,13 @@ class EndpointSession:
         self.progress.count += len(generation.tokens)
         return answer
 
+    async def answered(self, timeout_s: float) -> None:
+        """Wait until no call is being answered, for at most `timeout_s`."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while calls := [call for call in self._calls if call is not None]:
+                    await asyncio.wait(calls)
+
     def close(self) -> None:
         """Cancel the calls in flight and release the engine's caches."""
         for call in self._calls:
@@ -99,7 +113,10 @@ class EndpointSession:
         """Return rewards float32[K] (only format penalties) and flags uint8[K] of the turns."""
         penalty = self.setting.format_penalty
         rewards = [penalty if flag & TurnFlag.FORMAT_ERROR else 0.0 for flag in self.flags]
-        return np.array(rewards, np.float32), np.array(self.flags, np.uint8)
+        flags = np.array(self.flags, np.uint8)
+        if self.late and self.limited:
+            flags[-1] |= TurnFlag.LATE
+        return np.array(rewards, np.float32), flags
 
     async def _generate(self, pending: PendingCall) -> Generation:
         context = pending.context

@@ -74,7 +74,7 @@ class _ScoringProcess:
         paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
         self._loaded: set[str] = set()
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "actors.rewards.worker"],
+            [sys.executable, "-P", "-m", "actors.rewards.worker"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=os.environ | {"PYTHONPATH": paths},

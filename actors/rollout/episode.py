@@ -12,6 +12,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from actors.engines.base import Generation
 from actors.envs.base import (
     Bounded,
     Concluding,
@@ -41,13 +42,14 @@ from evolver_async.randomness import key
 from evolver_async.schema import SCRIPTED, Ticket, TurnFlag
 
 MAX_METRICS = 32  # numbers of the environment's own in one episode
+HUNG_S = 3600.0  # beyond the episode's limit: a turn that is still being written never returns
 FAILED_CALL = TurnFlag.TOOL_CALL | TurnFlag.TOOL_ERROR
 
 log = logging.getLogger(__name__)
 
 
 class EpisodeLate(Exception):
-    """An episode missed its deadline and spent most of its time in the policy."""
+    """An episode whose policy does not answer."""
 
     kind: FailureKind = "late"
 
@@ -84,7 +86,12 @@ class Episode:
     generate_s: float = 0.0
 
     async def play(self, policy: EpisodePolicy) -> Finished:
-        """Reset, then run turns until the end, a limit, or too little room for a whole turn."""
+        """Reset, then run turns until the end, a limit, or too little room for a whole turn.
+
+        The limit of time ends the episode after the turn in which it passes. Tokens that were
+        sampled are never thrown away for it: played again until it is short, a task would teach
+        short episodes alone.
+        """
         setting, loop = self.setting, asyncio.get_running_loop()
         began = loop.time()
         room = setting.max_length - self.ticket.sampling.max_tokens
@@ -99,8 +106,7 @@ class Episode:
                 generating = self.progress.clock.during(GENERATING)
                 doing = f"generation of turn {turn}"
                 with generating, self.progress.during(self.member, doing, shared=True):
-                    context = self.conversation.tokens
-                    generation = await policy.write(self.environment, context, turn)
+                    generation = await self._written(policy, turn)
             finally:
                 self.progress.generating -= 1
                 self.generate_s += loop.time() - asked
@@ -115,6 +121,9 @@ class Episode:
                 self.terminated = turns == bound  # the environment's own end
                 break
             unread = sum(bool(flag & TurnFlag.FORMAT_ERROR) for flag in self.flags)
+            if loop.time() - began >= setting.episode_timeout_s:
+                self.flags[-1] |= TurnFlag.LATE
+                break
             if 0 < setting.format_errors <= unread or not self.conversation.tell(told):
                 break
         if self.conversation.full:
@@ -129,6 +138,20 @@ class Episode:
             return self._assembled(policy, loop.time() - began)
         except RewardTooLarge as error:
             raise self.environment.failure("rewards", 0.0, error) from None
+
+    async def _written(self, policy: EpisodePolicy, turn: int) -> Generation:
+        """Have a turn written. A policy that does not answer is no failure of the task, but
+        demonstrations are the environment's own."""
+        limit_s = self.setting.episode_timeout_s + HUNG_S
+        try:
+            async with asyncio.timeout(limit_s) as limit:
+                return await policy.write(self.environment, self.conversation.tokens, turn)
+        except TimeoutError as error:
+            if not limit.expired():
+                raise
+            cause = TimeoutError(f"it wrote for {limit_s:g} s")
+            failure = self.environment.failure(f"generation of turn {turn}", limit_s, cause)
+            raise (failure if self.ticket.kind in SCRIPTED else EpisodeLate(failure)) from error
 
     def _assembled(self, policy: EpisodePolicy, total_s: float) -> Finished:
         return assembled(
@@ -275,33 +298,17 @@ class Episode:
         known_or_answer = name in self.tools or name == ANSWER_TOOL
         return None if known_or_answer else f"error: no tool {name!r} (known: {known})"
 
-    def late(self) -> EnvironmentFailure | EpisodeLate:
-        """Return the failure of a missed deadline. A slow engine or endpoint is not the task's
-        failure; demonstrations are the environment's own."""
-        doing, seconds = self.progress.last[self.member]
-        limit_s = self.setting.episode_timeout_s
-        cause = f"env.episode_timeout_s is {limit_s:g}, {self.generate_s:.1f} s were the policy's"
-        failure = self.environment.failure(doing, seconds, TimeoutError(cause))
-        slow_policy = self.ticket.kind not in SCRIPTED and self.generate_s > limit_s / 2
-        return EpisodeLate(failure) if slow_policy else failure
-
 
 async def run_episode(
     ticket: Ticket, member: int, setting: Setting, policy: EpisodePolicy, progress: TicketProgress
 ) -> Finished:
     """Run one member.
 
-    EnvironmentFailure where its environment raised or missed a deadline, EpisodeLate where the
-    whole episode did because of the policy.
+    EnvironmentFailure if its environment raised or a call of it did not return, EpisodeLate if the
+    policy did not answer.
     """
     environment = TimedEnvironment(ticket, member, setting.step_timeout_s, progress)
     episode = Episode(environment, ticket, member, setting, progress)
-    try:
-        async with environment:
-            with contextlib.closing(policy):
-                async with asyncio.timeout(setting.episode_timeout_s) as limit:
-                    return await episode.play(policy)
-    except TimeoutError:
-        if limit.expired():
-            raise episode.late() from None
-        raise
+    async with environment:
+        with contextlib.closing(policy):
+            return await episode.play(policy)

@@ -125,12 +125,16 @@ class ActorRequests:
         A task whose environment keeps failing is quarantined in the end; an evaluation whose
         weights are gone is evicted.
         """
+        lease = self.store.leases.held(peer, request.group_id)
         given = self.store.leases.release(peer, request.group_id, request.members)
         held = self.store.replay.at.groups.get(request.group_id)
         if request.reason in LOSING:
             self.status.failures.lose(len(given), now)
         if held is None or not given:
             return Ok()
+        if lease is not None and request.reason in LOSING and held.kind == "rollout":
+            seconds = [now - lease.since] * len(given)
+            self.store.censoring.replay(held.task.env, request.reason, seconds)
         gone = request.reason == "weights" and held.pinned is not None
         if gone or request.reason == "environment":
             self.store.record(records.Failed(group_id=held.group_id, members=given))

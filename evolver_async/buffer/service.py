@@ -222,6 +222,10 @@ class BufferService:
     def tick(self, now: float) -> None:
         """End the leases that ran out, log stalls, measure the free disk space."""
         lines = self.store.leases.expire(now)
+        for group_id, age_s in self.store.leases.expired:
+            held = self.store.replay.at.groups.get(group_id)
+            if held is not None and held.kind == "rollout":
+                self.censoring.replay(held.task.env, "silence", [age_s])
         if now >= self._look_due:
             self._look_due = now + LOOK_S
             self.activity.forget(now)

@@ -21,6 +21,7 @@ import msgspec
 
 from evolver_async.checkpoint.sync import sync_directory, sync_file
 from evolver_async.errors import Unrecoverable
+from evolver_async.files import is_inside, remove
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +72,7 @@ def save(
         directory.mkdir(parents=True)
         sync_directory(directory.parent)
     for left in directory.glob(f"{TEMPORARY}*"):
-        shutil.rmtree(left)  # of a writer that died: there is one at a time
+        remove(left)  # of a writer that died: there is one at a time
     serial = max((serial for serial, _ in _by_serial(directory)), default=0) + 1
     final = directory / f"{serial:06d}-step-{step}"
     temporary = directory / f"{TEMPORARY}{final.name}"
@@ -154,9 +155,16 @@ def is_left(path: Path) -> bool:
 
 
 def leave(directory: Path, after: Path, newest: Path) -> None:
-    """Mark what lies between as left: `newest` is a copy of `after`, from which the run goes on."""
+    """Mark what lies between as left: `newest` is a copy of `after`, from which the run goes on.
+
+    A link to a checkpoint is removed: what it leads to may be of other runs as well.
+    """
     for serial, path in _by_serial(directory):
-        if serial_of(after) < serial < serial_of(newest):
+        if not serial_of(after) < serial < serial_of(newest):
+            continue
+        if path.is_symlink():
+            path.unlink()
+        else:
             (path / LEFT).touch()
             sync_directory(path)
 
@@ -227,11 +235,13 @@ def _complete(path: Path) -> Manifest:
         manifest = msgspec.json.decode((path / MANIFEST).read_bytes(), type=Manifest)
     except FileNotFoundError:
         raise CheckpointError(f"{path}: has no {MANIFEST}") from None
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise CheckpointError(f"{path}/{MANIFEST}: unreadable ({error})") from None
     if manifest.format != FORMAT:
         raise CheckpointError(f"{path}: has format {manifest.format}, this is format {FORMAT}")
     for name, file in manifest.files.items():
+        if not is_inside(name):
+            raise CheckpointError(f"{path}/{MANIFEST}: names a file outside, {name!r}")
         try:
             size = (path / name).stat().st_size
         except (OSError, ValueError) as error:  # its owner may be deleting it
@@ -275,7 +285,7 @@ def _prune(directory: Path, keep: int, lasting: Container[Path]) -> None:
     for path, manifest in found:
         last = copied.get(_contents(manifest), path)
         if path != last and path not in lasting:
-            for note in path.iterdir():
+            for note in () if path.is_symlink() or last.is_symlink() else path.iterdir():
                 known = note.name in (*manifest.files, MANIFEST) or (last / note.name).exists()
                 if note.is_file() and not known:
                     note.rename(last / note.name)
@@ -286,12 +296,14 @@ def _prune(directory: Path, keep: int, lasting: Container[Path]) -> None:
 
 
 def _delete(path: Path) -> None:
-    """Delete a checkpoint, its manifest first: what a kill leaves of it is none.
+    """Delete a checkpoint, its manifest first: what a kill leaves of it is none. Of a link nothing
+    but the link itself.
 
     One that cannot be deleted, as on NFS while a process reads it, is tried again after the next.
     """
     try:
-        (path / MANIFEST).unlink(missing_ok=True)
-        shutil.rmtree(path)
+        if not path.is_symlink():
+            (path / MANIFEST).unlink(missing_ok=True)
+        remove(path)
     except OSError as error:
         log.warning("%s: cannot be deleted yet: %s", path, error.strerror)

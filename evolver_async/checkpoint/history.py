@@ -15,6 +15,7 @@ import msgspec
 
 from evolver_async.checkpoint import directory as checkpoint
 from evolver_async.checkpoint.directory import STATE, CheckpointError, Manifest, distinct
+from evolver_async.files import parsed
 
 EVALUATION = "evaluation.json"
 BEST = "best"
@@ -33,13 +34,16 @@ class CheckpointEvaluation(msgspec.Struct, kw_only=True, frozen=True):
 def numbers(path: Path) -> dict[str, Any]:
     """The learner's numbers in a checkpoint, empty where there are none or they are damaged."""
     try:
-        return json.loads((path / STATE).read_text())
+        found = parsed((path / STATE).read_text())
     except (OSError, ValueError):
         return {}
+    return found if isinstance(found, dict) else {}
 
 
 def note(path: Path, evaluation: CheckpointEvaluation) -> None:
-    """Write the evaluation of a checkpoint into its directory."""
+    """Write the evaluation of a checkpoint into its directory, unless this is a link."""
+    if path.is_symlink():
+        return
     part = path / f".{EVALUATION}"
     part.write_bytes(msgspec.json.encode(evaluation))
     part.replace(path / EVALUATION)
@@ -49,7 +53,7 @@ def evaluation_of(path: Path) -> CheckpointEvaluation | None:
     """The note on a checkpoint, None if there is none or it cannot be read."""
     try:
         return msgspec.json.decode((path / EVALUATION).read_bytes(), type=CheckpointEvaluation)
-    except (OSError, msgspec.MsgspecError):
+    except (OSError, msgspec.MsgspecError, RecursionError):
         return None
 
 
@@ -152,7 +156,7 @@ def copy(
                     shutil.copyfile(source / name, made / name)
                 except FileNotFoundError:  # they are removed one after the other
                     raise dropped from None
-        (made / STATE).unlink()  # else the link would be written through
+        (made / STATE).unlink(missing_ok=True)  # else the link would be written through
         (made / STATE).write_text(json.dumps(state, indent=1))
 
     everything = [path for path, _ in checkpoint.valid(directory)]

@@ -71,7 +71,7 @@ def _no_buffer(run_dir: Path, kind: str) -> str:
     have no reason: `address_of` refuses them.
     """
     recorded, origin = (run_dir / RUN).exists(), origin_of(run_dir)
-    if not recorded and origin is not None and origin["kind"] == "rerun":
+    if not recorded and origin is not None and origin.kind == "rerun":
         return ""
     if runs.is_running(run_dir):
         if kind == "serial":

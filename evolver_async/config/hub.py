@@ -11,6 +11,7 @@ from typing import Any
 
 from evolver_async.config.sections.run import PolicyConfig
 from evolver_async.config.values.errors import ConfigError
+from evolver_async.files import is_inside
 
 ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")  # organisation/name
 # Endings of files, which a path that is not there has: no id
@@ -92,5 +93,5 @@ def _is_whole(directory: Path) -> bool:
         return False
     if (directory / INDEX).is_file():
         names = json.loads((directory / INDEX).read_text(encoding="utf-8"))["weight_map"].values()
-        return all((directory / name).is_file() for name in names)
+        return all(is_inside(name) and (directory / name).is_file() for name in names)
     return any(directory.glob("*.safetensors"))

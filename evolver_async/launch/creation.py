@@ -29,7 +29,7 @@ from evolver_async.config.load import dump, load_written, stage_as_written, stag
 from evolver_async.config.paths import ROWS, directory_of, with_absolute_paths
 from evolver_async.config.values.errors import ConfigError
 from evolver_async.errors import USER_ERROR, Unrecoverable
-from evolver_async.files import write_whole
+from evolver_async.files import remove, write_whole
 from evolver_async.launch.registry import resolve
 from evolver_async.launch.run_directory import (
     CONVERTED,
@@ -116,10 +116,8 @@ def _clear(run_dir: Path) -> None:
     """Mark the directory as incomplete; remove the files of an interrupted creation."""
     write_whole(run_dir / CREATING, "")
     for left in run_dir.iterdir():
-        if left.is_dir() and not left.is_symlink():
-            shutil.rmtree(left)
-        elif left.name not in (CREATING, LOCK):
-            left.unlink()
+        if left.name not in (CREATING, LOCK):
+            remove(left)
 
 
 def with_snapshot(config: Config) -> Config:
@@ -137,7 +135,7 @@ def complete(config: Config, run_dir: Path) -> Config:
     own = run_dir / "policy"
     whole = exists(run_dir / "checkpoints") or (run_dir / CREATING).read_text() == CONVERTED
     if config.policy.path == str(own) and own.exists() and not whole:
-        shutil.rmtree(own)  # perhaps incomplete: its creation was interrupted
+        remove(own)  # perhaps incomplete: its creation was interrupted
     _prepare(config, run_dir)
     config = replace(config, policy=load_written(run_dir, checked=False).policy)
     measure(config, run_dir)

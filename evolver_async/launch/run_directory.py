@@ -17,12 +17,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+import msgspec
 
 from evolver_async.config import Config, ConfigError
 from evolver_async.config.load import load_written
 from evolver_async.config.paths import with_task_paths
-from evolver_async.files import write_whole
+from evolver_async.files import parsed, write_whole
 from evolver_async.metrics.launches import LAUNCHES
 from evolver_async.metrics.tail import Tail
 
@@ -35,6 +37,14 @@ ORIGIN = "origin.json"
 LOCK = "lock"
 RUN = "run.json"
 NOTICE_CHARS = 300  # of a reason in the notice of a pause: STATUS cuts longer texts at their end
+
+
+class Origin(msgspec.Struct, frozen=True):
+    """Run that another began from; a fork at `step`, counted from the run's own first step."""
+
+    kind: Literal["fork", "rerun"]
+    run: str
+    step: int = 0
 
 
 class Locked(ConfigError):
@@ -74,7 +84,7 @@ def announce(run_dir: Path, address: str) -> int:
     """Record the address of the buffer; return the number of this launch, from 1."""
     path = run_dir / RUN
     try:
-        launches = json.loads(path.read_text())["launches"] + 1 if path.exists() else 1
+        launches = parsed(path.read_text())["launches"] + 1 if path.exists() else 1
     except (OSError, ValueError, KeyError, TypeError):  # numbers of launches must not come twice
         launches = 1 + len(Tail(run_dir / LAUNCHES).rows())
     write_whole(path, json.dumps({"address": address, "pid": os.getpid(), "launches": launches}))
@@ -84,7 +94,7 @@ def announce(run_dir: Path, address: str) -> int:
 def facts_of(path: Path) -> dict[str, Any] | None:
     """Return the JSON object in a file, None if there is no file or if it is torn."""
     try:
-        facts = json.loads(path.read_text(encoding="utf-8"))
+        facts = parsed(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, ValueError):
         return None
     return facts if isinstance(facts, dict) else None
@@ -93,10 +103,10 @@ def facts_of(path: Path) -> dict[str, Any] | None:
 def address_of(run_dir: Path) -> str:
     """Return the recorded address of the buffer. Raises ConfigError if there is none."""
     try:
-        return str(json.loads((run_dir / RUN).read_text())["address"])
+        return str(parsed((run_dir / RUN).read_text())["address"])
     except FileNotFoundError:
         origin = origin_of(run_dir)
-        if origin is not None and origin["kind"] == "rerun":
+        if origin is not None and origin.kind == "rerun":
             raise ConfigError(
                 f"{run_dir}: was trained by rerun, without a buffer that could answer;"
                 f" its steps: evolver-async watch --once {run_dir}"
@@ -111,9 +121,12 @@ def record_origin(run_dir: Path, **facts: object) -> None:
     write_whole(run_dir / ORIGIN, json.dumps(facts, indent=1))
 
 
-def origin_of(run_dir: Path) -> dict[str, Any] | None:
-    """Return the record of the run that this one began from, None if it began by itself."""
-    return facts_of(run_dir / ORIGIN)
+def origin_of(run_dir: Path) -> Origin | None:
+    """Return the run that this one began from, None if it began by itself or its record is torn."""
+    try:
+        return msgspec.json.decode((run_dir / ORIGIN).read_bytes(), type=Origin)
+    except (FileNotFoundError, ValueError, RecursionError):
+        return None
 
 
 def pause(run_dir: Path, reason: str) -> None:

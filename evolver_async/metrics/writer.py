@@ -14,13 +14,13 @@ from typing import Any
 
 import numpy as np
 
-from evolver_async.files import lacks_room
 from evolver_async.metrics.activity import LEARNER_LEVELS, ActivityClock, shares
 from evolver_async.metrics.alerts import Level, alert
 from evolver_async.metrics.histograms import HISTOGRAMS, Histogram
 from evolver_async.metrics.sinks import Sinks
 from evolver_async.metrics.tail import row_of
 from evolver_async.metrics.wandb_process import UploadSupervisor
+from evolver_async.room import lacks_room
 
 UNWRITTEN_BYTES = 64 << 20  # of rows that wait for room on the disk
 

@@ -19,8 +19,8 @@ from evolver_async.errors import (
     TrainingError,
     Unrecoverable,
 )
-from evolver_async.files import lacks_room
 from evolver_async.process.logs import RepeatFilter
+from evolver_async.room import lacks_room
 
 SET_PDEATHSIG = 1  # of prctl
 SERVERS = ("buffer", "experience", "learner")  # roles with connections of all actors

@@ -182,7 +182,7 @@ def _start(whole: RerunPlan, first: int) -> tuple[Path | None, int]:
         later = f"; --steps {kept[0] + 1}..N begins at its first kept checkpoint" if kept else ""
         raise ConfigError(
             f"{results.path}: has no checkpoint at or before step {first + 1}, and its initial"
-            f" weights came from {origin['run']}{later}"
+            f" weights came from {origin.run}{later}"
         )
     return None, 0
 

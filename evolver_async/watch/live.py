@@ -182,7 +182,10 @@ def steps_of(config: Config, run_dir: Path) -> int:
 
 def _steps_before(run_dir: Path) -> int:
     """Return the steps before the fork in which a run began; 0 if it began by itself."""
-    origin = origin_of(run_dir)
-    if origin is None or origin["kind"] != "fork":
-        return 0
-    return origin["step"] + _steps_before(Path(origin["run"]))
+    steps, seen = 0, {run_dir}
+    while (origin := origin_of(run_dir)) is not None and origin.kind == "fork":
+        steps, run_dir = steps + origin.step, Path(origin.run)
+        if run_dir in seen:  # a record that leads back to itself
+            break
+        seen.add(run_dir)
+    return steps

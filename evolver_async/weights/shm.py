@@ -29,8 +29,8 @@ from pathlib import Path
 
 from torch import Tensor
 
-from evolver_async.files import await_room
 from evolver_async.process.private_directories import claim
+from evolver_async.room import await_room
 from evolver_async.schema import WeightId
 from evolver_async.weights.channel.base import HEAD, read_head
 from evolver_async.weights.channel.checksums import usual_threads

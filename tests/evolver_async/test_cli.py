@@ -26,6 +26,7 @@ from evolver_async.cli import main
 from evolver_async.commands import training
 from evolver_async.config import Config, ConfigError, LaunchConfig, StageConfig
 from evolver_async.config.load import dump, load
+from evolver_async.extension import find_modules
 from evolver_async.launch import creation
 from evolver_async.launch.creation import create
 from evolver_async.launch.registry import resolve
@@ -851,7 +852,7 @@ def test_files_of_the_working_directory_do_not_hide_the_wings(tmp_path: Path) ->
         (tmp_path / f"{name}.py").write_text("raise RuntimeError('not this one')")
     (tmp_path / "my_task.py").write_text("found = True")
     script = (
-        "from evolver_async.extension import find_modules; find_modules(); import my_task;"
+        "from evolver_async.extension import find_modules; find_modules(own=True); import my_task;"
         " import importlib.util;"
         " assert all(map(importlib.util.find_spec, ('learner.checks', 'actors.worker')))"
     )
@@ -859,3 +860,35 @@ def test_files_of_the_working_directory_do_not_hide_the_wings(tmp_path: Path) ->
     command = [sys.executable, "-c", script]
     done = subprocess.run(command, cwd=tmp_path, env=variables, stderr=subprocess.PIPE, check=False)
     assert done.returncode == 0, done.stderr.decode()
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("form", ["-m evolver_async", "-m evolver_async.cli", "script"])
+def test_commands_execute_no_file_of_the_working_directory(form: str, tmp_path: Path) -> None:
+    """Such as of a folder with runs that someone else has sent."""
+    (tmp_path / "run").mkdir()
+    dump(load(None, ["stages=[{kind: rl, steps: 5}]"]), tmp_path / "run" / "config.yaml")
+    for name in ("yaml", "msgspec", "argparse", "json", "numpy", "zmq", "rich", "matplotlib"):
+        (tmp_path / f"{name}.py").write_text(f"open('executed', 'a').write('{name} ')")
+    (tmp_path / "bin").mkdir()
+    script = tmp_path / "bin" / "evolver-async"  # the directory of a script is not that of others
+    script.write_text("import sys; from evolver_async.cli import main; sys.exit(main())")
+    start = [str(script)] if form == "script" else form.split()
+    variables = os.environ | {"PYTHONPATH": str(Path(cli.__file__).parents[1])}
+    for arguments in (["runs", "."], ["watch", "--once", "run"]):
+        command = [sys.executable, *start, *arguments]
+        done = subprocess.run(command, cwd=tmp_path, env=variables, stderr=subprocess.PIPE)
+        assert done.returncode == 0, done.stderr.decode()
+    assert not (tmp_path / "executed").exists()
+
+
+def test_modules_of_the_working_directory_come_last_and_for_own_code_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    find_modules(own=False)
+    assert str(tmp_path) not in sys.path
+    for _ in range(2):
+        find_modules(own=True)
+    assert sys.path[-1] == str(tmp_path) and sys.path.count(str(tmp_path)) == 1

@@ -14,16 +14,16 @@ import pytest
 import torch
 from safetensors import SafetensorError
 
-from evolver_async import files
+from evolver_async import room
 from evolver_async.checkpoint import directory as checkpoint
 from evolver_async.config import Config
 from evolver_async.errors import DISK_FULL
-from evolver_async.files import await_room, lacks_room
 from evolver_async.launch import supervisor
 from evolver_async.launch.child import Child, FailedStart, LocalSpawner
 from evolver_async.metrics import first_reply
 from evolver_async.metrics.writer import JsonlWriter
 from evolver_async.process.setup import LogFile, RoleArgs, run_process
+from evolver_async.room import await_room, lacks_room
 from evolver_async.schema import WeightId
 from evolver_async.weights.shm import ShmPublisher, ShmReceiver
 
@@ -59,7 +59,7 @@ def test_a_lack_of_room_is_known_however_it_is_raised(error: Exception, lacks: b
 
 
 def test_work_waits_for_room_and_a_stop_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "RETRY_S", 0.0)
+    monkeypatch.setattr(room, "RETRY_S", 0.0)
     tries, told = iter([full(), full(), None]), list[str]()
 
     def work() -> int:
@@ -105,7 +105,7 @@ def test_rows_wait_for_room_and_none_is_torn(
 def test_a_version_of_the_weights_waits_for_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(files, "RETRY_S", 0.0)
+    monkeypatch.setattr(room, "RETRY_S", 0.0)
     refused, allocate = [0], os.posix_fallocate
 
     def scarce(*arguments: int) -> None:
@@ -141,7 +141,7 @@ def test_a_stopped_learner_waits_for_no_room_and_the_publisher_goes_on(
 def test_a_checkpoint_on_a_full_disk_leaves_nothing_and_can_be_repeated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(files, "RETRY_S", 0.0)
+    monkeypatch.setattr(room, "RETRY_S", 0.0)
     tries = iter([True, True, False])
 
     def fill(path: Path) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TextIO
 
 from evolver_async.buffer.log.quarantine import JournalError
-from evolver_async.files import NO_ROOM
+from evolver_async.room import NO_ROOM
 
 
 class DiskFull(RuntimeError):

@@ -15,6 +15,9 @@ from evolver_async.schema import WeightId
 
 WINDOW_S = 60.0
 GONE_S = 3600.0  # an actor may leave by disappearing; after this it is not missed any more
+# A process that starts imports its libraries, and an import can hold its heartbeat, too: it is not
+# missed sooner, however small `buffer.warn_s` is.
+START_S = 30.0
 PEERS = 4096  # past it the process that was silent for longest is forgotten
 METRICS = 256  # names that are counted; later ones are left out
 NAME_CHARS = 100  # of a metric
@@ -29,7 +32,7 @@ LARGEST, LARGEST_COUNT = sys.float_info.max, 2**63 - 1  # what a reply can carry
 class Peer(msgspec.Struct):
     """One process. `bins` holds (second, trajectories, tokens) of the last minute.
 
-    `joining`: it has said HELLO and asked for no ticket yet.
+    `joining`: an actor has said HELLO and asked for no ticket yet; a learner has only beaten.
     `generated`: tokens that processes of this name sampled while this buffer listened; `reported`:
     the last report of the present one, None before the first. `left`: it has announced its end.
     `doing`: the activity that held up its slowest ticket, and the time of that report.
@@ -108,6 +111,8 @@ class Peer(msgspec.Struct):
 
     def condition(self, now: float, within_s: float) -> tuple[Condition, float]:
         """Return the condition of the process, and the seconds for which it shows no progress."""
+        if self.joining:
+            within_s = max(within_s, START_S)
         if now - self.seen <= within_s:
             return "heard", 0.0
         if now - self.beat_at > within_s:
@@ -178,6 +183,8 @@ class Activity:
         peer = self.peers.pop(name, None) or self._silent.pop(name, None) or Peer(now, now)
         self.peers[name] = peer
         peer.seen = now
+        if name not in self.actors:
+            peer.joining = False
         if len(self.peers) > PEERS:
             self._drop(next(other for other in self.peers if other != self.learner))
         return peer
@@ -186,7 +193,11 @@ class Activity:
         """Note a heartbeat; return the reason if it is refused, else ""."""
         if not (0 <= beat.share <= 1 and 0 <= beat.step_s < math.inf):
             return f"share, step_s: {beat.share}, {beat.step_s}"
-        peer = self.peers.get(name) or self.seen(name, now)
+        known = self.peers.get(name)
+        peer, before = known or self.seen(name, now), known and known.beat
+        if beat.role == "learner":
+            begins = known is None or (before and beat.incarnation > before.incarnation)
+            peer.joining = peer.joining or bool(begins)
         peer.take_in(beat, now)
         self.step_s = max(self.step_s, beat.step_s)
         if beat.role == "learner" and self.learner is None:

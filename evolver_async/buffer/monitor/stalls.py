@@ -1,8 +1,9 @@
 """Stalls: processes without progress, their reasons and durations, for STATUS, log and metrics.
 
-Pure: time is an argument. Members, actors, weights and the learner are examined; a process that is
-not listed makes progress, waits for one that does or that is listed, or is paused. A process whose
-heartbeats come is stuck only if its count stands still and it uses no processor.
+Pure: time is an argument. Actors, weights and the learner are examined; a process that is not
+listed makes progress, waits for one that does or that is listed, or is paused. A process whose
+heartbeats come is stuck only if its count stands still and it uses no processor: one slow member of
+a group is none while its actor plays others.
 """
 
 import math
@@ -10,8 +11,8 @@ from collections.abc import Iterable
 
 import msgspec
 
-from evolver_async.buffer.monitor.peers import GONE_S, PAUSE, Activity
-from evolver_async.buffer.state.leases import Leases
+from evolver_async.buffer.monitor.peers import GONE_S, PAUSE, START_S, Activity
+from evolver_async.buffer.state.leases import Leases, MemberLease
 from evolver_async.buffer.state.replay import Replay
 
 REPEAT_S = 60.0  # until a stall is logged again, doubled each time
@@ -27,7 +28,7 @@ PARKED_S = 6.0  # a parked LEASE may speak of weights that its sender has replac
 class Stall(msgspec.Struct, frozen=True):
     """A process, `who`, without progress for `for_s` seconds.
 
-    `about` (group, weights, take or life) distinguishes several stalls of one process. `silent`:
+    `about` (groups, weights, take or life) distinguishes several stalls of one process. `silent`:
     nothing at all was heard of it, so it has ended, is stopped, or cannot be reached.
     """
 
@@ -79,48 +80,54 @@ def find(
 def _actors(
     leases: Leases, activity: Activity, now: float, warn_s: float
 ) -> Iterable[Stall | BusyProcess]:
-    beside = set()  # actors whose tickets are not examined: more is known of the whole process
-    groups: dict[str, list[str]] = {}
+    held: dict[str, list[MemberLease]] = {}
     for lease in leases:
-        groups.setdefault(lease.peer, []).append(f"group {lease.group_id}")
-    for name in sorted(activity.actors):
-        peer = activity.peers[name]
-        if peer.left or now - peer.seen >= GONE_S:
+        held.setdefault(lease.peer, []).append(lease)
+    for name in sorted(activity.actors | held.keys()):
+        peer, own = activity.peers.get(name), held.get(name, [])
+        if peer is None or peer.left or now - peer.seen >= GONE_S:
+            if own:  # nothing but its tickets tells of it
+                yield _waiting(name, own, now, max(lease.progress_at for lease in own))
             continue
-        if now - peer.seen <= warn_s and peer.behind_since is None and name not in groups:
+        if now - peer.seen <= warn_s and peer.behind_since is None and not own:
             continue
         condition, for_s = peer.condition(now, warn_s)
-        if condition == "heard":
-            stands = warn_s < now - peer.moved_at < math.inf
-            if name in groups and stands and now - peer.busy_at <= warn_s:
-                beside.add(name)
-                yield BusyProcess(name, peer.phase, now - peer.moved_at)
+        groups = ", ".join(f"group {lease.group_id}" for lease in own) or "no group any more"
+        if condition in ("heard", "moving"):
+            moved_at = max([peer.moved_at, *(lease.progress_at for lease in own)])
+            if own and now - moved_at > warn_s:
+                if now - peer.busy_at <= warn_s:
+                    yield BusyProcess(name, peer.phase, now - moved_at)
+                else:
+                    yield _waiting(name, own, now, max(moved_at, peer.busy_at))
             elif peer.behind_since is not None and (
-                now - peer.behind_since > PARKED_S and not now - peer.moved_at <= warn_s
+                now - peer.behind_since > PARKED_S and now - max(moved_at, peer.busy_at) > warn_s
             ):
                 what = f"holds weights {peer.weights}, which are too old, and newer ones do not"
                 yield Stall(name, "weights", f"{what} come", now - peer.behind_since)
-            continue
-        beside.add(name)
-        held = ", ".join(groups.get(name, [])) or "no group any more"
-        if condition == "busy":
+        elif condition == "busy":
             yield BusyProcess(name, peer.phase, for_s)
         elif condition == "stuck":
             what = f"stuck in {peer.phase}: its count stands still, and it uses no processor"
-            yield Stall(name, "life", f"{what}; it holds {held}", for_s)
+            yield Stall(name, "life", f"{what}; it holds {groups}", for_s)
         elif condition == "silent":
-            what = f"holds {held}"
+            what = f"holds {groups}"
             if peer.joining:
                 what = "has joined and asked for no ticket yet: it loads its model, or hangs"
             if peer.doing is not None:
                 what += f"; {now - peer.doing[1]:.0f} s ago {peer.doing[0]}"
             yield Stall(name, "life", what, for_s, silent=True)
-    for lease in leases:
-        if lease.peer not in beside:
-            what = f"group {lease.group_id} waits for members {sorted(lease.members)}"
-            if lease.doing:
-                what = f"{what}: {lease.doing}"
-            yield Stall(lease.peer, f"group {lease.group_id}", what, now - lease.still_since)
+
+
+def _waiting(name: str, held: list[MemberLease], now: float, moved_at: float) -> Stall:
+    """Return the stall of an actor none of whose tickets goes on, with the slowest one."""
+    slowest = min(held, key=lambda lease: lease.still_since)
+    what = f"group {slowest.group_id} waits for members {sorted(slowest.members)}"
+    if slowest.doing:
+        what = f"{what}: {slowest.doing}"
+    if len(held) > 1:
+        what = f"{what}; and {len(held) - 1} more groups"
+    return Stall(name, "groups", what, now - moved_at)
 
 
 def _learner(
@@ -128,7 +135,8 @@ def _learner(
 ) -> Iterable[Stall | BusyProcess]:
     at, name = replay.at, activity.learner or "learner"
     if activity.learner is None:
-        yield Stall(name, "life", "has not been heard yet", now - activity.began)
+        if now - activity.began > max(warn_s, START_S):
+            yield Stall(name, "life", "it has not started yet", now - activity.began, silent=True)
         return
     peer = activity.peers[name]
     condition, for_s = peer.condition(now, warn_s)

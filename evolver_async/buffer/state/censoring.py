@@ -6,6 +6,8 @@ environment. Filtered groups are counted apart: selection is a judgement, not ce
 
 Members of evicted groups that never arrived have no length; those that were leased at the time
 count with the age of their lease, a lower bound of their seconds. So the report understates.
+Members that are played again, as they failed or their lease ran out, are lost as well, and count
+with the age of their lease.
 
 Pure: time is an argument. A statistic of this buffer process since its start: unlike the ledger it
 is not in the journal, and groups that arrived before a restart are missing from it.
@@ -82,9 +84,10 @@ class GroupChange(msgspec.Struct):
 
 
 class Comparison(msgspec.Struct):
-    """Ratios of evicted to trained, None if one side is empty; the gap is trained minus evicted."""
+    """Ratios of lost to trained, None if one side is empty; the gap is trained minus lost."""
 
     evicted_share: float
+    replayed_share: float
     length_ratio: float | None
     turns_ratio: float | None
     seconds_ratio: float | None
@@ -97,6 +100,7 @@ class Censoring:
     def __init__(self) -> None:
         self.received: dict[str, Sums] = {}  # by environment
         self.closed: dict[tuple[str, str], dict[str, Sums]] = {}  # by fate and reason
+        self.replayed: dict[str, dict[str, Sums]] = {}  # by reason and environment
         self._groups: dict[int, Sums] = {}
         self._ends: dict[int, tuple[str, str]] = {}  # of the groups in `closed` that may come back
         self._warned = (-REPEAT_S, 0)  # time, and number of evicted members at that time
@@ -118,6 +122,20 @@ class Censoring:
         self._sums(change.fate, change.reason, change.env).add(sums)
         self._ends[change.group_id] = (change.fate, change.reason)
 
+    def replay(self, env: str, reason: str, leased_s: list[float]) -> None:
+        """Add members that are played again, with the ages of their leases."""
+        lost = Sums(missing=len(leased_s), leased=len(leased_s), lease_s=sum(leased_s))
+        self.replayed.setdefault(reason, {}).setdefault(env, Sums()).add(lost)
+
+    def lost(self, env: str = ALL) -> Sums:
+        """Sum the members that were evicted and those that are played again."""
+        total = self.total("evicted", env)
+        for by_env in self.replayed.values():
+            for name, sums in by_env.items():
+                if env in (ALL, name):
+                    total.add(sums)
+        return total
+
     def forget(self, held: Container[int]) -> None:
         """Forget the groups that are not `held` any more."""
         for group_id in [group_id for group_id in self._groups if group_id not in held]:
@@ -135,8 +153,9 @@ class Censoring:
 
     def compare(self, env: str = ALL) -> Comparison:
         trained, evicted = self.total("trained", env), self.total("evicted", env)
-        ended = trained.members + self.total("filtered", env).members + evicted.members
-        kept, lost = trained.means(), evicted.means()
+        gone = self.lost(env)
+        ended = trained.members + self.total("filtered", env).members + gone.members
+        kept, lost = trained.means(), gone.means()
 
         def ratio(name: str) -> float | None:
             return lost[name] / kept[name] if name in lost and kept.get(name) else None
@@ -144,6 +163,7 @@ class Censoring:
         both = "successes" in kept and "successes" in lost
         return Comparison(
             evicted_share=evicted.members / ended if ended else 0.0,
+            replayed_share=(gone.members - evicted.members) / ended if ended else 0.0,
             length_ratio=ratio("tokens"),
             turns_ratio=ratio("turns"),
             seconds_ratio=ratio("seconds"),
@@ -152,13 +172,13 @@ class Censoring:
 
     def counters(self) -> dict[str, float]:
         """The comparison as metrics, without values that are None."""
-        names = ("evicted_share", "length_ratio", "seconds_ratio", "success_gap")
+        names = ("evicted_share", "replayed_share", "length_ratio", "seconds_ratio", "success_gap")
         values = {f"censor/{name}": getattr(self.compare(), name) for name in names}
         return {name: value for name, value in values.items() if value is not None}
 
     def warning(self) -> str | None:
         """A sentence if evicted rollouts are longer or harder than trained ones, else None."""
-        trained, evicted = self.total("trained"), self.total("evicted")
+        trained, evicted = self.total("trained"), self.lost()
         if trained.trajectories < MEASURED or evicted.timed < MEASURED:
             return None
         compared, kept, lost = self.compare(), trained.means(), evicted.means()
@@ -177,10 +197,11 @@ class Censoring:
         if not findings:
             return None
         return (
-            f"evicted rollouts are longer or harder than trained ones: the {evicted.members} "
-            f"evicted rollouts ({compared.evicted_share:.0%}; {evicted.missing} never arrived) "
+            f"lost rollouts are longer or harder than trained ones: the {evicted.members} "
+            f"rollouts that were evicted ({compared.evicted_share:.0%}) or failed and were played "
+            f"again ({compared.replayed_share:.0%}), of which {evicted.missing} never arrived, "
             f"{', '.join(findings)}; buffer.straggler=wait or a larger buffer.max_staleness keeps "
-            "them"
+            "evicted ones, `failures` of the status names what failed"
         )
 
     def alarm(self, now: float) -> str | None:
@@ -188,7 +209,7 @@ class Censoring:
         before, count = self._warned
         if now - before < REPEAT_S:
             return None
-        members = self.total("evicted").members
+        members = self.lost().members
         warning = self.warning() if members > count else None
         if warning:
             self._warned = (now, members)
@@ -196,7 +217,8 @@ class Censoring:
 
     def report(self) -> dict[str, object]:
         """The STATUS section: warning, comparison and table, over all and by environment."""
-        envs = sorted(self.received.keys() | {env for row in self.closed.values() for env in row})
+        rows = (*self.closed.values(), *self.replayed.values())
+        envs = sorted(self.received.keys() | {env for row in rows for env in row})
         envs = envs[:ENVS_SHOWN]
         return {
             "warning": self.warning(),
@@ -209,6 +231,7 @@ class Censoring:
             f"{fate}: {reason}" if reason else fate: by_env
             for (fate, reason), by_env in sorted(self.closed.items())
         }
+        rows |= {f"replayed: {reason}": row for reason, row in sorted(self.replayed.items())}
         table = {}
         for name, by_env in rows.items():
             sums = Sums()

@@ -58,6 +58,7 @@ class Leases:
         self._by_peer: dict[str, set[int]] = {}  # groups in which a peer holds a lease
         # Groups of which a peer has sent all: it may not know yet, as its ACK waits for the disk.
         self._delivered: dict[str, set[int]] = {}
+        self.expired: list[tuple[int, float]] = []  # group and age of members, by the last `expire`
 
     def grant(self, peer: str, group_id: int, attempt: int, members: list[int], now: float) -> None:
         """Lease these members; they are vacant no longer."""
@@ -178,6 +179,7 @@ class Leases:
             f"members {sorted(lease.members)} will be granted again"
             for lease in over
         ]
+        self.expired = [(one.group_id, now - one.since) for one in over for _ in one.members]
         for lease in over:
             self._vacate(lease)
         return lost

@@ -169,8 +169,9 @@ class LossConfig:
     # dpo stages: weight of the better member's negative log-likelihood, the mean over its tokens.
     # It keeps both members of a pair from becoming unlikely together
     dpo_nll_coef: float = 0.0
-    # episodes that a limit of tokens ended (rollout.max_tokens in the last turn, or
-    # policy.max_length) give no gradient; they stay in the baseline of their group
+    # episodes that a limit of tokens or of time ended (rollout.max_tokens in the last turn,
+    # policy.max_length, env.episode_timeout_s) give no gradient; they stay in the baseline of their
+    # group
     mask_truncated: bool = False
     entropy_top_k: int = 0  # the bonus raises entropy among the k likeliest tokens only; 0: all
 

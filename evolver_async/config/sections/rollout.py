@@ -44,7 +44,11 @@ class EnvConfig:
     # wording of instructions; auto: plain for a tokenizer of normal size, else tiny
     prompt: Literal["auto", "tiny", "plain"] = "auto"
     latency: LatencyConfig = field(default_factory=LatencyConfig)
+    # a call of the environment that has not returned by then fails its episode, which is played
+    # again
     step_timeout_s: Positive = 30.0
+    # an episode that has lasted so long ends as truncated after its present turn; an agent may make
+    # no further call, and is ended if it has not returned env.step_timeout_s later
     episode_timeout_s: Positive = 600.0
 
 

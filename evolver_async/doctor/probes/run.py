@@ -4,9 +4,13 @@ It prints one line of JSON, the ProbeResult. A library that crashes, hangs or pr
 its own probe; `report.py` starts the processes, each with a deadline.
 """
 
+import sys
+
+if __name__ == "__main__" and not sys.flags.safe_path:
+    del sys.path[0]  # of the working directory, whose files would hide any module
+
 import json
 import os
-import sys
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict

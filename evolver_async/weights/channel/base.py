@@ -39,7 +39,7 @@ class Publisher(Protocol):
         ...
 
     def heed(self, stops: Callable[[], bool], tell: Callable[[str], object]) -> None:
-        """Set what ends a wait for disk space, and what is told of it (see `files.await_room`)."""
+        """Set what ends a wait for disk space, and what is told of it (see `room.await_room`)."""
         ...
 
     def copied(self) -> None:

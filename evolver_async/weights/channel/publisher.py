@@ -13,7 +13,7 @@ from typing import Generic, TypeVar
 
 from torch import Tensor
 
-from evolver_async.files import await_room, lacks_room
+from evolver_async.room import await_room, lacks_room
 from evolver_async.schema import WeightId
 from evolver_async.weights.channel.layout import Layout
 from evolver_async.weights.channel.snapshot import WeightSnapshot

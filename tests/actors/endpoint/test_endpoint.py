@@ -25,6 +25,7 @@ from torch import Tensor
 from transformers import Qwen3Config
 from transformers.models.auto import AutoModelForCausalLM
 
+from actors.endpoint import runner
 from actors.endpoint import server as server_module
 from actors.endpoint.group_judge import SYSTEM, GroupJudge, question
 from actors.endpoint.group_judge import parse as parse_scores
@@ -540,18 +541,44 @@ def test_an_agent_that_asks_nothing_has_nothing_to_learn_from() -> None:
     assert isinstance(ran.error, EnvironmentFailure) and ran.counts["agent/no_calls"] == 1
 
 
-def test_a_deadline_is_the_agents_fault_or_the_policys() -> None:
+def test_a_deadline_ends_an_agent_as_truncated() -> None:
     async def sleeper(client: Client) -> float:
         await ask(client, ASK)
         await asyncio.sleep(60)
         return 1.0
 
-    ran = run(sleeper, Scripted("a"), episode_timeout_s=0.5)
+    limits = {"episode_timeout_s": 0.5, "step_timeout_s": 0.1}
+    ran = run(sleeper, Scripted("a"), truncated_reward=-0.5, **limits)
+    assert ran.error is None and ran.counts["agent/late"] == ran.counts["agent/limited"] == 1
+    assert ran.one.truncated and ran.one.overlong and ran.one.reward == -0.5
+
+    async def caller(client: Client) -> float:
+        with pytest.raises(openai.APIStatusError):
+            while True:
+                await ask(client, ASK)
+                await asyncio.sleep(0.1)
+        return 0.25
+
+    ran = run(caller, Scripted(*["a"] * 200), max_turns=200, **limits | {"step_timeout_s": 30.0})
+    assert ran.error is None and ran.counts["agent/late"] == 0
+    assert ran.one.truncated and ran.one.overlong and ran.one.reward == 0.25, "its own verdict"
+
+
+def test_an_agent_that_never_calls_or_a_policy_that_never_answers_fails(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def silent(client: Client) -> float:
+        await asyncio.sleep(60)
+        return 1.0
+
+    limits = {"episode_timeout_s": 0.5, "step_timeout_s": 0.1}
+    ran = run(silent, Scripted("a"), **limits)
     assert isinstance(ran.error, EnvironmentFailure) and ran.counts["agent/late"] == 1
 
+    monkeypatch.setattr(runner, "HUNG_S", 2.0)
     engine = Scripted("a")
     engine.hold.clear()
-    ran = run(returning(1.0), engine, episode_timeout_s=6.0)
+    ran = run(returning(1.0), engine, **limits)
     assert isinstance(ran.error, EpisodeLate)
     assert engine.cancelled == 1 and engine.released
 
@@ -772,6 +799,60 @@ def test_a_url_is_of_one_episode_on_this_host_and_ends_with_it(
         assert len(finished) == len(engine.requests) == 2 and urls[0] != urls[1]
 
     asyncio.run(both())
+
+
+def test_calls_without_a_token_take_no_memory_and_are_no_failures_of_the_agent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of other users of the host. Whoever holds all places for strangers keeps no agent out."""
+    monkeypatch.setattr(server_module, "MAX_STRANGERS", 3)
+    read: list[tuple[int, int]] = []
+    inner = server_module._read
+
+    async def noted(receive: Any, limit_bytes: int) -> bytes:
+        got = 0
+
+        async def counted() -> Any:
+            nonlocal got
+            message = await receive()
+            got += len(message.get("body", b""))
+            return message
+
+        try:
+            return await inner(counted, limit_bytes)
+        finally:
+            read.append((got, limit_bytes))
+
+    monkeypatch.setattr(server_module, "_read", noted)
+
+    async def player(client: Client) -> float:
+        host, port = str(client.base_url).split("/")[2].split(":")
+        held = [await asyncio.open_connection(host, int(port)) for _ in range(5)]
+        for reader, _ in held[:2]:  # the oldest ones
+            with contextlib.suppress(ConnectionError):
+                assert await asyncio.wait_for(reader.read(), 5) == b""
+        _, writer = held[-1]
+        head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 9000000\r\n\r\n"
+        writer.write(head + b"x" * 9_000_000)
+        while not read:
+            await asyncio.sleep(0.01)
+        with contextlib.suppress(ConnectionError):
+            assert (await held[-1][0].readline()).startswith(b"HTTP/1.1 404")
+        async with Client(
+            base_url=f"http://{host}:{port}/x/v1", api_key="x", max_retries=0
+        ) as other:
+            with pytest.raises(openai.NotFoundError):
+                await ask(other, ASK)
+        for _ in range(2):
+            await ask(client, ASK)
+        for _, writer in held:
+            writer.close()
+        return 1.0
+
+    ran = run(player, Scripted("a", "b"))
+    assert ran.one.reward == 1.0
+    assert read[0][0] <= 3 * server_module.STRANGER_BYTES
+    assert (ran.counts["agent/requests"], ran.counts["agent/refused"]) == (2, 0)
 
 
 def test_who_says_nothing_is_hung_up_on_and_who_waits_for_an_answer_is_not(

@@ -6,6 +6,7 @@ import pytest
 from buffer_world import HEAD, World, config, trajectory
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from evolver_async.buffer.monitor.peers import Activity
 from evolver_async.buffer.state.censoring import MEASURED, REPEAT_S, Censoring, GroupChange, Sums
@@ -40,6 +41,7 @@ def test_report_warns_when_the_evicted_are_longer():
     assert " s and more" not in warning and "succeeded" not in warning
     assert censoring.counters() == {
         "censor/evicted_share": 0.5,
+        "censor/replayed_share": 0.0,
         "censor/length_ratio": 1.6,
         "censor/seconds_ratio": 1.0,
         "censor/success_gap": 0.0,
@@ -63,11 +65,24 @@ def test_members_that_never_arrived_count_with_the_age_of_their_lease():
     """Of a group evicted for age only the short members are there: the missing ones matter."""
     censoring = trained_and_evicted(episodes(4), missing=70, leased_s=[9.0] * 60)
     warning = censoring.warning()
-    assert warning is not None and "74 evicted" in warning and "70 never arrived" in warning
+    assert warning is not None and "74 rollouts" in warning and "70 never arrived" in warning
     assert "8.5 s and more (trained: 1.0)" in warning
     compared = censoring.compare()
     assert compared.evicted_share == 74 / (74 + MEASURED)
     assert compared.length_ratio == 1.0
+
+
+def test_members_that_are_played_again_are_lost_as_the_evicted_are() -> None:
+    censoring = Censoring()
+    censoring.receive(0, "maze", episodes(MEASURED))
+    censoring.follow(end(0, "trained"))
+    censoring.replay("maze", "environment", [9.0] * MEASURED)
+    compared, table = censoring.compare(), censoring.report()["table"]
+    assert compared.evicted_share == 0.0 and compared.replayed_share == 0.5
+    assert compared.seconds_ratio == 9.0 and compared.length_ratio is None
+    assert isinstance(table, dict) and table["maze"]["replayed: environment"]["missing"] == MEASURED
+    warning = censoring.warning()
+    assert warning is not None and "9.0 s and more (trained: 1.0)" in warning
 
 
 def test_filtered_is_a_judgement_and_no_censoring():
@@ -78,7 +93,7 @@ def test_filtered_is_a_judgement_and_no_censoring():
         censoring.receive(group, "maze", made)
         censoring.follow(end(group, fate))
     assert censoring.warning() is None
-    assert censoring.counters() == {"censor/evicted_share": 0.0}
+    assert censoring.counters() == {"censor/evicted_share": 0.0, "censor/replayed_share": 0.0}
 
 
 def test_report_has_a_table_of_each_environment_and_of_all():
@@ -170,6 +185,24 @@ def test_buffer_reports_stragglers_that_it_evicted(world):
     assert evicted["seconds_mean"] == 15.0  # one of unknown length, one of 30 s so far
     assert reply.counters["censor/length_ratio"] == 1.0
     assert report["warning"] is None
+
+
+def test_buffer_reports_members_that_failed_or_fell_silent(world):
+    (failed,) = world.lease(peer="fails")
+    world.pass_time(30.0)
+    release = messages.Release(
+        group_id=failed.group_id, members=failed.members, reason="environment"
+    )
+    world.one("fails", release)
+    (drained,) = world.lease(peer="fails")
+    world.one("fails", replace(release, group_id=drained.group_id, reason="drain"))
+    world.lease(peer="silent")
+    world.pass_time(101.0)
+    report = world.service.status(world.now)["censoring"]
+    table = report["table"]["all"]
+    assert table["replayed: environment"] == {"trajectories": 0, "missing": 2, "seconds_mean": 30.0}
+    assert table["replayed: silence"]["missing"] == 2
+    assert "replayed: drain" not in table
 
 
 def test_what_a_new_lineage_takes_back_counts_once(world):

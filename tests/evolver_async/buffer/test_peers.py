@@ -119,6 +119,7 @@ def test_status_is_answered_in_whatever_language_processes_report(tmp_path):
         world.service.handle(name, Counters(values={}, failures=[failed]), world.now)
         renewal = Renew(progress={number: 1}, doing={number: text * 2}, still_s={number: 9.0})
         world.service.handle(name, renewal, world.now)
+    world.pass_time(2.0)
     reply = answer(served(world), StatusRequest(), "you", 1, world.now)
     assert isinstance(reply, StatusReply)
     shown = reply.status["actors"]

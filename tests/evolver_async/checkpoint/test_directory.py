@@ -13,19 +13,23 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from evolver_async.checkpoint import directory as checkpoint
 from evolver_async.checkpoint import sync
 from evolver_async.checkpoint.directory import (
     MANIFEST,
+    TEMPORARY,
     CheckpointError,
     exists,
+    leave,
     load_newest,
     progress,
     save,
     valid,
 )
+from evolver_async.checkpoint.history import CheckpointEvaluation, note
 
 
 def writer(content: str) -> Callable[[Path], None]:
@@ -234,6 +238,45 @@ def test_a_foreign_checkpoint_is_refused(tmp_path: Path) -> None:
     save_steps(tmp_path, 2, run_id="other")
     with pytest.raises(CheckpointError, match="belongs to run other, not to run"):
         load_newest(tmp_path, "run")
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["../model.bin", "deep/../../x", "{outside}", ".", "", "deep//er", "./model.bin", "a\0b"],
+)
+def test_a_manifest_names_files_of_its_checkpoint_alone(tmp_path: Path, name: str) -> None:
+    save_steps(tmp_path / "c", 1)
+    outside = tmp_path / "outside"
+    outside.write_text("a user's own")
+    path, manifest = load_newest(tmp_path / "c", "run")
+    files = {**manifest.files, name.format(outside=outside): manifest.files["model.bin"]}
+    changed = msgspec.structs.replace(manifest, files=files)
+    (path / MANIFEST).write_bytes(msgspec.json.encode(changed))
+    with pytest.raises(CheckpointError, match="names a file outside"):
+        load_newest(tmp_path / "c", "run")
+    assert valid(tmp_path / "c") == []
+
+
+def test_a_checkpoint_behind_a_link_is_read_and_neither_written_to_nor_deleted(
+    tmp_path: Path,
+) -> None:
+    save_steps(tmp_path / "c", 1, 2)
+    second = valid(tmp_path / "c")[-1][0]
+    kept = tmp_path / "elsewhere"
+    second.rename(kept)
+    second.symlink_to(kept)
+    before = {path: path.stat().st_mtime_ns for path in (kept, *kept.rglob("*"))}
+    assert load_newest(tmp_path / "c", "run")[1].step == 2
+    (tmp_path / "c" / f"{TEMPORARY}x").symlink_to(kept)  # of a writer that died
+    note(second, CheckpointEvaluation(success=1.0, episodes=8, digest="a"))
+    again = save(tmp_path / "c", 2, writer("at 2"), run_id="run", keep=1)  # the link is a copy
+    assert [path for path, _ in valid(tmp_path / "c")] == [again] and not second.is_symlink()
+    (tmp_path / "c" / "000007-step-7").symlink_to(kept)
+    save_steps(tmp_path / "c", 8)
+    assert (tmp_path / "c" / "000007-step-7").is_symlink()
+    leave(tmp_path / "c", again, valid(tmp_path / "c")[-1][0])
+    assert not (tmp_path / "c" / "000007-step-7").is_symlink()
+    assert {path: path.stat().st_mtime_ns for path in (kept, *kept.rglob("*"))} == before
 
 
 def test_no_checkpoint_is_an_error(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evolver_async.buffer.actor_requests import share
+from evolver_async.buffer.monitor.peers import START_S
 from evolver_async.buffer.monitor.stalls import LIFE
 from evolver_async.launch.child import innermost
 from evolver_async.metrics.alerts import ALERTS
@@ -63,18 +64,38 @@ def keep_up(world: World, seconds: float, *others: str) -> None:
 # ---- who is named
 
 
-def test_a_group_names_the_member_it_waits_for_though_the_others_go_on(world: World) -> None:
-    (ticket,) = world.lease()
-    keep_up(world, 4, "learner")
-    renew(world, ticket.group_id, 10, still_s=4.0)
-    assert stalled(world) == {}
-    keep_up(world, 3, "learner")
-    renew(world, ticket.group_id, 20, still_s=7.0)
+def test_a_slow_member_is_no_stall_while_its_actor_goes_on(world: World) -> None:
+    slow, other = world.lease(credit=2)
+    for second in range(9):
+        renew(world, slow.group_id, 10, still_s=second)
+        renew(world, other.group_id, second, still_s=0.0)
+        keep_up(world, 1, "learner")
+    assert stalled(world) == {}, "the other group goes on"
+    assert world.service.status(world.now)["actors"]["actor-0"]["doing"]
+    for second in range(9):
+        renew(world, slow.group_id, 10, still_s=9.0 + second)
+        renew(world, other.group_id, 8, still_s=0.0)
+        beat(world, "actor-0", count=second, busy=False)
+        keep_up(world, 1, "learner")
+    assert stalled(world) == {}, "its own count moves"
+    for _ in range(7):
+        renew(world, slow.group_id, 10, still_s=18.0)
+        renew(world, other.group_id, 8, still_s=0.0)
+        beat(world, "actor-0", count=8, busy=False)
+        keep_up(world, 1, "learner")
     what, for_s = stalled(world)["actor-0"]
-    assert what == "group 0 waits for members [0, 1]: member 1: step for 7.0 s"
-    assert for_s == pytest.approx(7.0)
-    renew(world, ticket.group_id, 30, still_s=0.0)
+    assert what.startswith("group 0 waits for members [0, 1]: member 1: step for 18.0 s")
+    assert for_s == pytest.approx(8.0), "the process, not the member"
+
+
+def test_members_that_compute_are_no_stall(world: World) -> None:
+    (ticket,) = world.lease()
+    for second in range(20):
+        renew(world, ticket.group_id, 1, still_s=second)
+        beat(world, "actor-0", count=1, busy=True)
+        keep_up(world, 1, "learner")
     assert stalled(world) == {}
+    assert [one["who"] for one in world.service.status(world.now)["busy"]] == ["actor-0"]
 
 
 def test_a_ticket_without_any_progress_is_named_with_its_missing_members(world: World) -> None:
@@ -107,6 +128,8 @@ def test_who_has_left_is_not_missed_and_who_comes_back_is(world: World) -> None:
     assert stalled(world) == {}
     assert world.service.status(world.now)["actors"]["actor-0"]["leases"] == 0
     world.one("actor-0", messages.Hello(role="actor", schema_hash=SCHEMA_HASH))
+    keep_up(world, int(START_S), "learner")
+    assert stalled(world) == {}
     keep_up(world, 8, "learner")
     assert stalled(world)["actor-0"][0].startswith("has joined and asked for no ticket yet")
     world.lease(credit=1)
@@ -159,8 +182,25 @@ def test_a_silent_learner_is_named_with_its_take(world: World) -> None:
 def test_a_learner_that_never_spoke_is_named(tmp_path: Path) -> None:
     world = World(tmp_path, config(warn_s=WARN_S), now=100.0)
     assert stalled(world) == {}
+    world.pass_time(START_S)
+    assert stalled(world) == {}, "however small buffer.warn_s is"
     world.pass_time(6.0)
-    assert stalled(world) == {"learner": ("has not been heard yet", pytest.approx(6.0))}
+    assert stalled(world) == {"learner": ("it has not started yet", pytest.approx(START_S + 6.0))}
+
+
+def test_a_learner_that_starts_is_not_missed_between_its_beats(tmp_path: Path) -> None:
+    """Its imports hold its heartbeat, and another one begins after them."""
+    world = World(tmp_path, config(warn_s=WARN_S))
+    for incarnation in range(2):
+        for _ in range(4):
+            beat(world, "learner", count=0, busy=True, phase="start", incarnation=incarnation)
+            keep_up(world, int(START_S) - 1)
+            assert stalled(world) == {}, incarnation
+        world.resume()
+        beat(world, "learner", count=1, busy=False, phase="start", incarnation=incarnation)
+        keep_up(world, int(WARN_S) + 1)
+        (stall,) = world.service.status(world.now)["stalled"]
+        assert stall["who"] == "learner" and stall["silent"]
 
 
 def beat(world: World, peer: str, count: int, busy: bool, **progress: Any) -> None:
@@ -379,7 +419,7 @@ def test_stalls_reach_the_metrics_of_the_step_in_which_they_were(world: World) -
     world.finish(tickets)
     groups = [group.group_id for group in world.sample(0)]
     counters = world.done(0, groups, 1).counters
-    assert counters["supervision/stalled"] == 3.0, "two groups, and the learner waiting for them"
+    assert counters["supervision/stalled"] == 2.0, "an actor, and the learner waiting for them"
     assert counters["supervision/longest_s"] == pytest.approx(9.0)
     world.finish(world.lease(credit=2))
     groups = [group.group_id for group in world.sample(1)]

@@ -114,6 +114,9 @@ def test_the_steps_before_a_fork_are_not_steps_of_the_run(tmp_path: Path) -> Non
     assert steps_of(config, tmp_path / "first") == 7
     assert steps_of(config, tmp_path / "second") == 4
     assert steps_of(Config(stages=[StageConfig(tokens=9)]), tmp_path / "first") == 0
+    own = str(tmp_path / "first")
+    record_origin(tmp_path / "first", kind="fork", run=own, step=5)  # leads back to itself
+    assert steps_of(config, tmp_path / "first") == 7
 
 
 def test_lines_keep_a_distance_and_evaluations_always_show() -> None:
