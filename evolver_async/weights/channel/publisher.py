@@ -59,12 +59,14 @@ class StagedPublisher(Generic[S]):
             spare.discard()
             spare = None
         try:
-            snapshot = spare or await_room(
-                lambda: self._buffer(source.layout),
-                f"{self.address}: a version of the weights",
-                stops=self._stops,
-                tell=self._tell,
-            )
+            snapshot = spare
+            if snapshot is None:
+                snapshot = await_room(
+                    lambda: self._buffer(source.layout),
+                    f"{self.address}: a version of the weights",
+                    stops=self._stops,
+                    tell=self._tell,
+                )
         except OSError as error:
             if lacks_room(error):
                 raise
