@@ -24,7 +24,7 @@ from evolver_async.metrics import launches
 from evolver_async.metrics.alerts import FAILED, alert, last_title
 from evolver_async.metrics.gauges import GaugeThread
 from evolver_async.metrics.wandb_process import send_rest
-from evolver_async.process.setup import die_with, set_up_logging
+from evolver_async.process.setup import die_with, raise_file_limit, set_up_logging
 from evolver_async.process.stopping import StopSignal, handled_by, raise_stop
 from evolver_async.process.versions import versions
 from evolver_async.watch import live, prometheus, runs
@@ -41,6 +41,7 @@ def train(args: argparse.Namespace) -> int:
     """Start or resume a run and show it."""
     if args.parent is not None:
         die_with(args.parent)
+    raise_file_limit()
     with contextlib.ExitStack() as held:
         try:
             with as_config_errors():

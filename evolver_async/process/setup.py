@@ -23,7 +23,6 @@ from evolver_async.process.logs import RepeatFilter
 from evolver_async.room import lacks_room
 
 SET_PDEATHSIG = 1  # of prctl
-SERVERS = ("buffer", "experience", "learner")  # roles with connections of all actors
 MOST_FILES = 1 << 16  # enough for all names; a program may try all numbers up to its limit
 INCARNATIONS = 1000  # of one process in one launch; those of the next launch are higher
 
@@ -60,8 +59,7 @@ def run_process(
     set_up_logging(log_file, logging.ERROR)
     if args.parent_pid is not None:
         die_with(args.parent_pid)
-    if role in SERVERS:
-        raise_file_limit()
+    raise_file_limit()
     log.info("%s %s, incarnation %d, pid %d", role, args.name, args.incarnation, os.getpid())
     try:
         return load_main()(args)
@@ -87,7 +85,8 @@ def die_with(parent_pid: int) -> None:
 def raise_file_limit() -> None:
     """Raise this process's limit of open files, as far as is allowed and up to `MOST_FILES`.
 
-    Beyond the limit libzmq accepts no connection, tries again without a pause, and says nothing.
+    Beyond the limit libzmq accepts no connection, tries again without a pause, and says nothing. An
+    actor needs files for the agents that it plays, a launcher for those that scrape it.
     """
     least, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = max(least, min(most, MOST_FILES))

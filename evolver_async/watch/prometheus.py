@@ -19,14 +19,18 @@ import itertools
 import logging
 import math
 import re
+import socket
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from socketserver import ThreadingMixIn
 from typing import Any
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
-from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client import CollectorRegistry, make_wsgi_app
 from prometheus_client.core import GaugeMetricFamily
 
 from evolver_async.config import Config, ConfigError
@@ -41,6 +45,8 @@ from evolver_async.transport.client import Rejected
 from evolver_async.watch.status import ask
 
 ASK_S = 2.0  # for an answer to STATUS
+MOST_CLIENTS = 16  # connections at a time; further ones are closed at once
+CLIENT_S = 10.0  # most time of a connection, its request and answer included
 FATES = ("received", "held", "trained", "filtered", "evicted")
 PREFIX = "evolver"
 
@@ -58,13 +64,71 @@ def served(run_dir: Path, config: Config) -> Iterator[None]:
     registry.register(RunMetrics(run_dir, config))
     with naming("metrics.prometheus", address):
         host, port = host_and_port(address)
-        server, thread = start_http_server(port, host, registry)
+        server = _server(host, port, make_wsgi_app(registry))
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
     try:
         yield
     finally:
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+def _server(host: str, port: int, app: Any) -> "_BoundedServer":
+    """Listen at an address of either family. Raise OSError."""
+    family, _, _, _, place = socket.getaddrinfo(
+        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    )[0]
+    server_class = type("_Server", (_BoundedServer,), {"address_family": family})
+    return make_server(str(place[0]), port, app, server_class, handler_class=_Handler)
+
+
+class _BoundedServer(ThreadingMixIn, WSGIServer):
+    """HTTP server with a thread for each of at most `MOST_CLIENTS` connections of `CLIENT_S`.
+
+    Whoever reaches the port could otherwise take every open file and every thread of the launcher.
+    """
+
+    daemon_threads = True
+
+    def __init__(self, *arguments: Any) -> None:
+        self._since: dict[socket.socket, float] = {}  # by open connection
+        self._lock = threading.Lock()
+        super().__init__(*arguments)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        with self._lock:
+            room = len(self._since) < MOST_CLIENTS
+            if room:
+                self._since[request] = time.monotonic()
+        if room:
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def shutdown_request(self, request: Any) -> None:
+        with self._lock:
+            self._since.pop(request, None)
+        super().shutdown_request(request)
+
+    def service_actions(self) -> None:
+        """End connections that have taken too long; called twice a second."""
+        with self._lock:
+            late = [one for one, at in self._since.items() if time.monotonic() - at > CLIENT_S]
+        for one in late:
+            with suppress(OSError):  # it has just ended
+                one.shutdown(socket.SHUT_RDWR)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        log.info("a client of metrics.prometheus has left early", exc_info=True)
+
+
+class _Handler(WSGIRequestHandler):
+    """Handler that writes no line for each request."""
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
 
 
 class RunMetrics:

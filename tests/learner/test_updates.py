@@ -712,17 +712,20 @@ def masked_config(tiny: Path, **changes: Any) -> Any:
 
 
 @pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "sequence_sum_norm"])
-@pytest.mark.parametrize("packing", [True, False])
+@pytest.mark.parametrize("rows", ["trees", "packed", "padded"])
 def test_a_masked_episode_gives_no_gradient_and_counts_in_its_groups_baseline(
-    tiny, tmp_path, aggregation, packing
+    tiny, tmp_path, aggregation, rows
 ):
     """As slow: the step on the others alone, with advantages computed by hand from all."""
     data = guided_groups(2)
     for group in data:
+        for one in group.trajectories[1:]:  # they share a beginning, as members do
+            one.sequences[0].tokens[:2] = group.trajectories[1].sequences[0].tokens[:2]
         group.trajectories[3].turn_flags[-1] = TurnFlag.CUT
         group.trajectories[2].turn_flags[0] = TurnFlag.CUT  # not the last turn: it trains
     settings = masked_config(tiny, mask_truncated=True, aggregation=aggregation)
-    settings.learner.packing = packing
+    settings.learner.packing = rows != "padded"
+    settings.learner.prefix_trees = "always" if rows == "trees" else "never"
     made = updater(settings, tmp_path)
     result = step(made, data)
     assert result.metrics["train/masked_truncated"] == 0.25
@@ -734,7 +737,7 @@ def test_a_masked_episode_gives_no_gradient_and_counts_in_its_groups_baseline(
         values += advantages[:3].tolist()
         group.trajectories = group.trajectories[:3]
     again = masked_config(tiny, aggregation=aggregation)
-    again.learner.packing = packing
+    again.learner.packing, again.learner.prefix_trees = False, "never"
     again.advantage = AdvantageConfig(kind=f"{__name__}:oracle", params={"values": values})
     slow = updater(again, tmp_path)
     expected = step(slow, data)

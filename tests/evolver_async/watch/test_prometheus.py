@@ -1,5 +1,6 @@
 """What Prometheus reads of a run, over its own protocol."""
 
+import contextlib
 import json
 import socket
 import threading
@@ -131,6 +132,27 @@ def test_an_evaluation_of_steps_that_the_run_has_left_is_not_the_newest(
     (tmp_path / "metrics.jsonl").write_text("".join(lines))
     with prometheus.served(tmp_path, config):
         assert scraped(config.metrics.prometheus)["evolver_eval_success"] == 0.25
+
+
+def test_idle_clients_take_neither_files_nor_threads_of_the_launcher(
+    tmp_path: Path, config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prometheus, "MOST_CLIENTS", 3, raising=False)
+    monkeypatch.setattr(prometheus, "CLIENT_S", 0.3, raising=False)
+    host, port = config.metrics.prometheus.split(":")
+    with prometheus.served(tmp_path, config):
+        before = threading.active_count()
+        with contextlib.ExitStack() as held:
+            idle = [
+                held.enter_context(socket.create_connection((host, int(port)), timeout=10))
+                for _ in range(20)
+            ]
+            for one in idle:  # all are hung up on: most at once, the others when their time is over
+                with contextlib.suppress(ConnectionError):
+                    one.sendall(b"GET /metrics HTT")
+                    assert one.recv(1) == b""
+                assert threading.active_count() <= before + 3
+        assert scraped(config.metrics.prometheus)["evolver_up"] == 0
 
 
 def test_scrapes_at_the_same_time_read_each_row_once(tmp_path: Path, config: Config) -> None:

@@ -19,7 +19,7 @@ from updates import FORKS, groups, updater
 from evolver_async.config import AdvantageConfig, Config
 from evolver_async.config.load import stage_config
 from evolver_async.model import lora, policy
-from evolver_async.schema import Group, Role
+from evolver_async.schema import Group, Role, TurnFlag
 from learner.advantage.assign import Advantages, assign, fit_metrics
 from learner.advantage.gae import whitened
 from learner.advantage.rewards import rewards_of
@@ -349,3 +349,30 @@ def test_a_critic_learns_the_bandit_from_stale_data(train, request, changes):
     assert min(run.rl("staleness/max")[2:]) >= 1
     first, last = run.rl("critic/value")[0], run.rl("critic/value")[-1]
     assert first == 0 and last == pytest.approx(run.rl("critic/return")[-1], abs=0.3)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_masked_episode_trains_neither_the_policy_nor_its_critic(
+    kind: str, tiny: Path, tmp_path: Path
+) -> None:
+    """As a step on the others alone: with a critic no member counts in another's baseline."""
+    given_, others = data(), data()
+    for group, kept in zip(given_, others, strict=True):
+        group.trajectories[0].turn_flags[-1] = TurnFlag.CUT
+        kept.trajectories = kept.trajectories[1:]
+    steps = []
+    for groups_, masks in ((given_, True), (others, False)):
+        settings = ppo(tiny, kind)
+        settings.advantage.whiten = False
+        settings.loss.mask_truncated = masks
+        made_ = updater(settings, tmp_path)
+        result = made_.rl(stage_config(settings, 0), groups_, LearnerState(lineage=1), FORKS, 9)
+        assert made_.critic is not None
+        steps.append((result, tensors(made_.model), tensors(made_.critic.module)))
+    (masked, policy_, critic), (slow, its_policy, its_critic) = steps
+    assert masked.metrics["train/masked_truncated"] == 0.5
+    assert masked.tokens == slow.tokens and masked.updates == slow.updates == 2
+    for ours, theirs in ((policy_, its_policy), (critic, its_critic)):
+        assert ours.keys() == theirs.keys()
+        for name, tensor in theirs.items():
+            assert torch.allclose(ours[name], tensor, atol=1e-5), name

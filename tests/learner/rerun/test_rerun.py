@@ -274,6 +274,17 @@ def test_another_correction_changes_the_losses_from_its_first_step(
     assert [row["loss/entropy"] for row in ours] != [row["loss/entropy"] for row in theirs]
 
 
+def test_cut_episodes_can_be_masked_in_a_rerun(base: Finished, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    again(base.run_dir, "loss.mask_truncated=true", steps=(16, 22), out=out)
+    rows = load_run(out).steps.rows
+    shares = [row["train/masked_truncated"] for row in rows]
+    assert len(shares) == 7 and 0 < max(shares) <= 1, "some were cut"
+    assert all(share <= row["train/truncated"] for share, row in zip(shares, rows, strict=True))
+    last = load_file(load_run(out).checkpoints[-1].path / "model.safetensors")
+    assert any(not torch.equal(one, base.tensors[f"model/{name}"]) for name, one in last.items())
+
+
 def test_the_steps_before_the_first_changed_one_are_the_runs_own(
     base: Finished, tmp_path: Path
 ) -> None:
