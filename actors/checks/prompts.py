@@ -20,8 +20,10 @@ from evolver_async.model.tokenizer import load_tokenizer
 from evolver_async.schema import Task
 
 
-def check(config: Config) -> None:
-    """Raise ConfigError for a directory without tokenizer or configuration, naming
+def check(config: Config) -> int:
+    """Return the tokens of the longest first prompt among the tasks that are looked at.
+
+    Raise ConfigError for a directory without tokenizer or configuration, naming
     `policy.max_length` if the model has fewer positions or the first prompt of an environment
     leaves no room for a turn, and naming `rollout.max_tokens` if a first demonstrated turn is too
     long."""
@@ -32,6 +34,7 @@ def check(config: Config) -> None:
         raise ConfigError(f"policy.path: {' '.join(str(error).split())}") from error
     if most is not None and longest > most:
         raise ConfigError(f"policy.max_length: is {longest}, but the model has {most} positions")
+    found = 0
     for index in range(len(config.stages)):
         staged = stage_config(config, index)
         stage, source = config.stages[index], source_of(staged)
@@ -42,7 +45,8 @@ def check(config: Config) -> None:
         setting = setting_of(staged, chat, "", 0)
         for task in source.examples():
             with placed(source, task):
-                _check_first(staged, setting, task, stage.kind == "reflect")
+                first = _check_first(staged, setting, task, stage.kind == "reflect")
+                found = max(found, first)
                 if shows_expert or shows_others:
                     _check_demonstration(staged, setting, task, shows_expert, shows_others)
         for task in source.examples(source.evaluated):
@@ -54,9 +58,11 @@ def check(config: Config) -> None:
                     _check_first(staged, setting, task, False)
                 except ValueError as error:
                     raise ConfigError(of_set(name, error)) from error
+    return found
 
 
-def _check_first(config: Config, setting: Setting, task: Task, reflects: bool) -> None:
+def _check_first(config: Config, setting: Setting, task: Task, reflects: bool) -> int:
+    """Return the tokens of a task's first prompt."""
     try:
         prompt, turns = asyncio.run(_begun(setting, task, reflects))
     except EnvError:
@@ -75,6 +81,7 @@ def _check_first(config: Config, setting: Setting, task: Task, reflects: bool) -
             reflect_rows(state, setting, config.rollout.max_tokens)
         except ValueError as error:
             raise ConfigError(str(error)) from None
+    return len(prompt)
 
 
 def _check_demonstration(

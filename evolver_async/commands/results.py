@@ -14,7 +14,7 @@ from evolver_async.launch.creation import with_snapshot
 from evolver_async.launch.registry import check_wings, resolve
 from evolver_async.metrics import wandb_upload
 from evolver_async.metrics.wandb_process import online
-from evolver_async.process.setup import die_with, raise_file_limit
+from evolver_async.process.setup import die_with, prepare_process
 from evolver_async.results.progress import ProgressLines
 from evolver_async.results.run import load_run
 from evolver_async.study.directory import Study, existing
@@ -22,7 +22,7 @@ from evolver_async.study.directory import Study, existing
 
 def evaluate(args: argparse.Namespace) -> int:
     """Evaluate a checkpoint, or the model of a recipe, on held-out tasks and print the result."""
-    raise_file_limit()
+    prepare_process()
     first, *changes = args.positional
     if args.episodes is not None and args.episodes < 1:
         raise ConfigError(f"--episodes: must be at least 1, is {args.episodes}")

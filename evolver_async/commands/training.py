@@ -6,6 +6,7 @@ import logging
 import shlex
 import sys
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 
 from evolver_async.commands.checked import as_config_errors, run_directory
@@ -15,8 +16,9 @@ from evolver_async.config.load import load_explained, load_written
 from evolver_async.config.model_defaults import said
 from evolver_async.config.paths import directory_of, with_absolute_paths
 from evolver_async.errors import TRAINING_ERROR, USER_ERROR, TrainingError, Unrecoverable
-from evolver_async.launch import forking
+from evolver_async.launch import forking, pace
 from evolver_async.launch.creation import create
+from evolver_async.launch.pace import Pace
 from evolver_async.launch.registry import LAUNCHERS, resolve
 from evolver_async.launch.resumption import FinishedRun, resume
 from evolver_async.launch.run_directory import locked
@@ -24,7 +26,7 @@ from evolver_async.metrics import launches
 from evolver_async.metrics.alerts import FAILED, alert, last_title
 from evolver_async.metrics.gauges import GaugeThread
 from evolver_async.metrics.wandb_process import send_rest
-from evolver_async.process.setup import die_with, raise_file_limit, set_up_logging
+from evolver_async.process.setup import die_with, prepare_process, set_up_logging
 from evolver_async.process.stopping import StopSignal, handled_by, raise_stop
 from evolver_async.process.versions import versions
 from evolver_async.watch import live, prometheus, runs
@@ -41,7 +43,7 @@ def train(args: argparse.Namespace) -> int:
     """Start or resume a run and show it."""
     if args.parent is not None:
         die_with(args.parent)
-    raise_file_limit()
+    prepare_process()
     with contextlib.ExitStack() as held:
         try:
             with as_config_errors():
@@ -120,7 +122,11 @@ def _prepare(
         if begun is None:
             config, run_dir = create(given, recipe)
             held.enter_context(locked(run_dir))
-            return config, run_dir, said(given, reasons)
+            lines = said(given, reasons)
+            if given.policy.path:
+                texts = pace.time_texts(config, Pace.read(run_dir)), pace.memory_texts(config)
+                lines += pace.lines(chain(*texts))
+            return config, run_dir, lines
         held.enter_context(locked(begun))
         places = [one for one in dotlist if _names_place(one)]
         _warn_of_ignored(begun, [one for one in dotlist if one not in places])

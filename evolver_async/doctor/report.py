@@ -140,6 +140,9 @@ def show_recipe(console: Console, config: Config, recipe: Path, dotlist: Sequenc
         plan = memory_plan(config, shape, learner_gpu=gpus[0], actor_gpu=gpus[1])
         console.print(memory_table(plan, available_bytes()))
     missing = [row.key for row in rows if row.met is False]
+    if Path(config.policy.path).is_dir() and config.policy.path and not missing:
+        # alone: what runs beside it would take its time
+        console.print(Text(probe("pace", str(recipe), *dotlist).summary))
     _conclude(console, str(recipe), missing)
     return not missing
 

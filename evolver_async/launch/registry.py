@@ -35,7 +35,9 @@ ROLES = PROCESSES | {
     "embedder": "actors.experience.embed:load_embedder",  # (experience) -> embedder, cosine
     "vocabulary": "actors.envs.vocabulary:vocabulary_of",  # (config) -> words
     "check_engine": "actors.engines.model_check:check",  # (config, model, tokenizer) -> None
-    "check_prompts": "actors.checks.prompts:check",  # (config) -> None
+    "check_prompts": "actors.checks.prompts:check",  # (config) -> tokens of the longest prompt
+    "decode_times": "actors.engines.timing:decode_times",  # (config, model) -> rows, seconds
+    "pace": "learner.tools.prepare:pace_of",  # (config) -> Pace or None
     "formats": "actors.rollout.episode_config:with_formats",  # (config) -> config, auto resolved
     "export": "learner.tools.export:export",  # (run_dir, out, step) -> one line
     "manual": "actors.export_manual:write_manual",  # (config of a stage, directory) -> None

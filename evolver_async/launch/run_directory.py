@@ -2,10 +2,10 @@
 
 `config.yaml` is the resolved configuration, `policy/` the model that training began with,
 `exact.json` the success of the optimal and of the random policy by stage and number of episodes,
-`run.json` the address of a running job; `lock` is held while a launcher runs. `PAUSED` exists while
-the learner must take no groups, `ACTORS` holds the number of actors that `scale` asked for,
-`.creating` exists until the directory is complete (see `creation.py`). `origin.json` names the run
-that a fork or a rerun began from.
+`pace.json` the times of its model (see `pace.py`), `run.json` the address of a running job; `lock`
+is held while a launcher runs. `PAUSED` exists while the learner must take no groups, `ACTORS` holds
+the number of actors that `scale` asked for, `.creating` exists until the directory is complete (see
+`creation.py`). `origin.json` names the run that a fork or a rerun began from.
 """
 
 import fcntl

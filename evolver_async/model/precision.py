@@ -6,7 +6,8 @@ in bfloat16 (`products.ShortLinear`). Mixtures of experts without linear modules
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -93,3 +94,15 @@ def _fastest(compute: Callable[[], Tensor]) -> float:
         compute()
         seconds.append(time.perf_counter() - start)
     return min(seconds)
+
+
+@contextmanager
+def stopwatch() -> Iterator[Callable[[], float]]:
+    """Time a block: what is yielded returns its seconds, afterwards.
+
+    These are of the processor if one thread computes, which other programs disturb less.
+    """
+    start, worked = time.perf_counter(), time.process_time()
+    passed = list[float]()
+    yield lambda: passed[0]
+    passed.append(min(time.perf_counter() - start, time.process_time() - worked))

@@ -1,4 +1,4 @@
-"""Set-up of a process: arguments, logging, death with the parent."""
+"""Set-up of a process: arguments, logging, open files, proxies, death with the parent."""
 
 import ctypes
 import logging
@@ -9,12 +9,14 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.request import getproxies_environment
 
 from evolver_async.config.secrets import mask
 from evolver_async.errors import TRAINING_ERROR, USER_ERROR, TrainingError, Unrecoverable
 from evolver_async.process.logs import RepeatFilter
 
 SET_PDEATHSIG = 1  # of prctl
+LOOPBACK = ("localhost", "127.0.0.1")
 MOST_FILES = 1 << 16  # enough for all names; a program may try all numbers up to its limit
 INCARNATIONS = 1000  # of one process in one launch; those of the next launch are higher
 
@@ -51,7 +53,7 @@ def run_process(
     set_up_logging(log_file, logging.ERROR)
     if args.parent_pid is not None:
         die_with(args.parent_pid)
-    raise_file_limit()
+    prepare_process()
     log.info("%s %s, incarnation %d, pid %d", role, args.name, args.incarnation, os.getpid())
     try:
         return load_main()(args)
@@ -69,6 +71,26 @@ def die_with(parent_pid: int) -> None:
         ctypes.CDLL(None).prctl(SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent_pid:
         sys.exit(f"the parent process {parent_pid} has ended")
+
+
+def prepare_process() -> None:
+    """Prepare a process that serves others or plays episodes: its open files and its proxies."""
+    raise_file_limit()
+    except_loopback()
+
+
+def except_loopback() -> None:
+    """Except this host from a proxy that the environment names, as programs may not.
+
+    Agents call the endpoint of their actor by HTTP, which no proxy can reach.
+    """
+    proxies = getproxies_environment()
+    listed = proxies.pop("no", "")
+    if not proxies or listed.strip() == "*":
+        return
+    names = [name for name in map(str.strip, listed.split(",")) if name]
+    text = ",".join(dict.fromkeys([*names, *LOOPBACK]))
+    os.environ["NO_PROXY"] = os.environ["no_proxy"] = text
 
 
 def raise_file_limit() -> None:

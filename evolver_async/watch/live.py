@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.live import Live
 
 from evolver_async.config import Config
+from evolver_async.launch.pace import Pace, step_estimate
 from evolver_async.launch.run_directory import EXACT, address_of, facts_of, origin_of
 from evolver_async.metrics import first_reply
 from evolver_async.metrics.alerts import ALERTS
@@ -97,7 +98,12 @@ def _show(
     """
     tail = Tail(run_dir / "metrics.jsonl")
     exact = exact_values(run_dir)
-    view = View(run_dir.name, steps_of(config, run_dir), exact, Setup.by_stage(config))
+    pace = Pace.read(run_dir)
+    estimate = pace and step_estimate(config, pace)
+    view = View(
+        *(run_dir.name, steps_of(config, run_dir), exact, Setup.by_stage(config)),
+        estimate_s=estimate.step_s if estimate else 0.0,
+    )
     alerts = Tail(run_dir / ALERTS)
     told = embedded and config.launch.kind == "serial"  # by the learner's log, in this process
     earlier = alerts.rows()

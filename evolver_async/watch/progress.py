@@ -47,13 +47,24 @@ def step_text(status: Status) -> str:
     return f"{text} {bar(share)} {share:.0%}{'' if eta_s is None else f', eta {clock(eta_s)}'}"
 
 
-def first_eta(progress: dict[str, Any] | None, steps: int, *, apart: bool) -> str:
+def first_eta(
+    progress: dict[str, Any] | None, steps: int, *, apart: bool, estimate_s: float = 0.0
+) -> str:
     """Estimate the run's time to go before two steps tell it; "" if nothing does.
 
     `apart`: data of a step come while another one is computed. While the first data come, nothing
-    is known of the computations, so that the pace of the data alone counts.
+    is known of the computations: `estimate_s`, seconds of a step that were estimated before the
+    start, tells it, or the pace of the data alone if these are 0.
     """
-    if progress is None or not steps or progress["eta_s"] is None:
+    if not steps:
+        return ""
+    done = progress["step"] - 1 if progress is not None else 0
+    computes = (
+        progress is not None and progress["eta_s"] is not None and progress["phase"] != "data"
+    )
+    if estimate_s and not computes:
+        return f"about {clock(max(0, steps - done) * estimate_s)} as estimated before the start"
+    if progress is None or progress["eta_s"] is None:
         return ""
     own_s, later = progress["for_s"] + progress["eta_s"], max(0, steps - progress["step"])
     if progress["phase"] == "data":

@@ -38,7 +38,8 @@ class View:
 
     `steps`: learner steps of all stages, 0 if unknown. `exact`: success of the `random` and of the
     `optimal` policy by the stage and the episodes of an evaluation. `setups`: settings that the
-    advice depends on, by stage.
+    advice depends on, by stage. `estimate_s`: seconds of a step as estimated before the start, 0 if
+    they were not.
     """
 
     def __init__(
@@ -47,11 +48,13 @@ class View:
         steps: int,
         exact: ExactValues | None = None,
         setups: Sequence[throughput.Setup] = (),
+        estimate_s: float = 0.0,
     ) -> None:
         self.name = name
         self.steps = steps
         self.exact = exact or {}
         self.setups = setups or [throughput.Setup()]
+        self.estimate_s = estimate_s
         self.recent: deque[dict[str, Any]] = deque(maxlen=RECENT)
         self.row: dict[str, Any] = {}
         self.evaluations: list[tuple[RowKey, dict[str, Any]]] = []  # by step, none superseded
@@ -144,7 +147,8 @@ class View:
             return ""
         progress = self.status["progress"]
         setup = self.setups[min(self.status["stage"], len(self.setups) - 1)]
-        return first_eta(progress, self.steps, apart=setup.staleness > 0)
+        apart = setup.staleness > 0
+        return first_eta(progress, self.steps, apart=apart, estimate_s=self.estimate_s)
 
     def step_cells(self) -> list[tuple[str, str]]:
         """Format the present step, and the estimate of the run's time in its first step."""

@@ -17,6 +17,7 @@ from evolver_async.config.paths import embeds_by_model
 from evolver_async.config.sections.channel import channel
 from evolver_async.config.shape import GGUF
 from evolver_async.launch.gpus import VISIBLE
+from evolver_async.launch.pace import Pace, can_time
 from evolver_async.launch.registry import resolve
 from evolver_async.launch.run_directory import CONVERTED, CREATING
 from evolver_async.memory.gpus import gpus_used
@@ -24,6 +25,7 @@ from evolver_async.model import gguf, policy
 from evolver_async.model.precision import FASTER, gains, load_policy, on_gpu
 from evolver_async.process.setup import RoleArgs
 from learner.optimize import model
+from learner.tools.timing import timed
 
 log = logging.getLogger(__name__)
 
@@ -48,13 +50,32 @@ def main(args: RoleArgs) -> int:
         config = _made(config, args.run_dir)
         if config.policy.dtype == "auto":
             config = _decide(config, args.run_dir, scratch)
-        _load(config)
+        loaded = _load(config)
     except policy.ModelError as error:
         said = " ".join(str(error).split())
         named = NAMES_KEY.match(said)
         raise ConfigError(said if named else f"policy.path: {said}") from error
-    resolve("check_prompts")(config)
+    prompt = resolve("check_prompts")(config)
+    new = (args.run_dir / CREATING).exists()  # else a change is checked
+    if new and not scratch and can_time(config):
+        pace = timed(config, loaded, prompt)
+        if pace is not None:
+            pace.write(args.run_dir)
     return 0
+
+
+def pace_of(config: Config) -> Pace | None:
+    """Return the pace of a recipe's model, which is a directory; None if it is not timed.
+
+    ModelError for a broken one, ConfigError for what `main` refuses about model and prompts.
+    """
+    if not can_time(config):
+        return None
+    if config.policy.dtype == "auto":
+        dtype, _ = _precision(config, False)
+        config = replace(config, policy=replace(config.policy, dtype=dtype))
+    loaded = _load(config)
+    return timed(config, loaded, resolve("check_prompts")(config))
 
 
 def _missing_gpus(config: Config) -> Iterator[str]:
@@ -174,8 +195,9 @@ def _loaded(config: Config) -> PreTrainedModel:
     return load_policy(config.policy.path, dtype=dtype, device="cpu", sharded=whole)
 
 
-def _load(config: Config) -> None:
-    """Load tokenizer and model once, and try what the engine and the learner make of the model.
+def _load(config: Config) -> PreTrainedModel:
+    """Load tokenizer and model once, and try what the engine and the learner make of the model,
+    which is returned.
 
     ModelError whatever a library raises meanwhile; ConfigError if the engine cannot run it.
     """
@@ -184,7 +206,7 @@ def _load(config: Config) -> None:
         tokenizer = policy.load_tokenizer(settings.path)
         loaded = _loaded(config)
         resolve("check_engine")(config, loaded, tokenizer)
-        model.fit(config, loaded)
+        return model.fit(config, loaded)
     except (policy.ModelError, ConfigError):
         raise
     except Exception as error:

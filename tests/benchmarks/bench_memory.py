@@ -1,9 +1,13 @@
 """Predicted memory of a run's processes against measured peaks, for models of different shapes.
 
-Trains a few steps of the bandit with each case, and samples the anonymous memory of every process
-and the files of `weights.dir`. A pass fills its token budget in every case, so activations are
-those of the plan. Names of cases as arguments choose some of them. With vLLM's Python its cases are
-run as well, and its processes count to their actor.
+    python tests/benchmarks/bench_memory.py [CASE …]
+    python tests/benchmarks/bench_memory.py --model models/SmolLM2-135M-Instruct [KEY=VALUE …]
+
+With `--model` a few steps of `configs/arithmetic.yaml`, and the estimated seconds of a step beside
+those of the last one. Else trains a few steps of the bandit with each case. Samples the anonymous
+memory of every process and the files of `weights.dir`. A pass fills its token budget in every case
+of the bandit, so activations are those of the plan. Names of cases as arguments choose some of
+them. With vLLM's Python its cases are run as well, and its processes count to their actor.
 """
 
 import importlib.util
@@ -15,9 +19,11 @@ from pathlib import Path
 import psutil
 from memory_samples import Peak, measured
 
-from evolver_async.config.load import load
+from evolver_async.config.load import load, load_written
 from evolver_async.config.shape import shape_of
+from evolver_async.launch.pace import Pace, step_estimate
 from evolver_async.memory.plan import MemoryPlan, memory_plan
+from evolver_async.metrics.tail import Tail
 
 ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "configs" / "bandit.yaml"
@@ -42,6 +48,12 @@ CASES: dict[str, tuple[str, ...]] = {
     ),
     "21M, two ranks": (*MILLIONS_21, "learner.ranks=2"),
 }
+ARITHMETIC = ROOT / "configs" / "arithmetic.yaml"
+MODEL = (
+    *("stages.0.steps=3", "eval.every=0", "eval.at_start=never", "metrics.panel=none"),
+    *("eval.episodes=1", "eval.final_episodes=1", "selection.kind=all"),
+    f"tasks.path={ROOT / 'configs' / 'rows' / 'sums.jsonl'}",
+)
 VLLM = (*MILLIONS_21, "engine.kind=vllm")
 if importlib.util.find_spec("vllm"):
     CASES["21M, vLLM"] = VLLM
@@ -51,19 +63,38 @@ if importlib.util.find_spec("vllm"):
 def main(names: list[str]) -> None:
     load1 = psutil.getloadavg()[0]
     print(f"{psutil.cpu_count()} cores, load {load1:.1f} before the first case")
+    if names[:1] == ["--model"]:
+        run("model", ARITHMETIC, [f"policy.path={Path(names[1]).resolve()}", *MODEL, *names[2:]])
+        return
     for name in names or CASES:
-        with (
-            tempfile.TemporaryDirectory(dir="/dev/shm", prefix="memory-") as shm,
-            tempfile.TemporaryDirectory(prefix="memory-") as runs,
-        ):
-            dotlist = [*SHORT, *CASES[name], f"weights.dir={shm}", f"run.dir={runs}"]
-            config = load(RECIPE, dotlist)
-            shape = shape_of(config)
-            assert shape is not None
-            plan = memory_plan(config, shape, learner_gpu=False, actor_gpu=False)
-            command = [sys.executable, "-m", "evolver_async.cli", "train", str(RECIPE), *dotlist]
-            peaks, shared = measured(command, Path(shm), dict(os.environ))
+        run(name, RECIPE, [*SHORT, *CASES[name]])
+
+
+def run(name: str, recipe: Path, changes: list[str]) -> None:
+    """Train a case, and print what was predicted beside what was measured."""
+    with (
+        tempfile.TemporaryDirectory(dir="/dev/shm", prefix="memory-") as shm,
+        tempfile.TemporaryDirectory(prefix="memory-") as runs,
+    ):
+        dotlist = [*changes, f"weights.dir={shm}", f"run.dir={runs}", "run.name=measured"]
+        config = load(recipe, dotlist)
+        shape = shape_of(config)
+        assert shape is not None
+        command = [sys.executable, "-m", "evolver_async.cli", "train", str(recipe), *dotlist]
+        peaks, shared = measured(command, Path(shm), dict(os.environ))
+        run_dir = Path(runs) / "measured"
+        config = load_written(run_dir)  # with the precision that was decided
+        plan = memory_plan(config, shape, learner_gpu=False, actor_gpu=False)
         show(name, shape.parameters, plan, peaks, shared)
+        pace = Pace.read(run_dir)
+        if pace is not None and (estimate := step_estimate(config, pace)) is not None:
+            rows = Tail(run_dir / "metrics.jsonl").rows()
+            last = [row for row in rows if "time/train_s" in row][-1]
+            print(
+                f"  a step: estimated {estimate.step_s:.1f} s (playing {estimate.playing_s:.1f},"
+                f" training {estimate.training_s:.1f}), the last one waited"
+                f" {last['time/wait_s']:.1f} s and trained {last['time/train_s']:.1f} s"
+            )
 
 
 def show(name: str, parameters: int, plan: MemoryPlan, peaks: list[Peak], shared: int) -> None:

@@ -65,3 +65,14 @@ def model(path: str, *dotlist: str) -> ProbeResult:
         "positions": positions_of(config, whole.engine.kind) or policy.max_length,
     }
     return ProbeResult(True, f"{type(model).__name__}, {facts['parameters']:,} parameters", facts)
+
+
+def pace(path: str, *dotlist: str) -> ProbeResult:
+    """Time the model of a recipe, and tell what a step would take."""
+    from evolver_async.config.load import load
+    from evolver_async.config.paths import with_absolute_paths
+    from evolver_async.launch.pace import lines, time_texts
+    from evolver_async.launch.registry import resolve
+
+    config = resolve("formats")(with_absolute_paths(load(path, dotlist)))
+    return ProbeResult(True, "\n".join(lines(time_texts(config, resolve("pace")(config)))))

@@ -37,6 +37,7 @@ PROBES: dict[str, Callable[..., ProbeResult]] = {
     "files": host.files,
     "recipe": recipe.recipe,
     "model": recipe.model,
+    "pace": recipe.pace,
 }
 
 

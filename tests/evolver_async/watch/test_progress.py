@@ -101,6 +101,19 @@ def test_the_first_step_tells_the_time_of_the_run(apart: bool, eta: str) -> None
     assert first_eta(PROGRESS | WAITS | {"share": 0.1}, 20, apart=apart) == "", "too early"
 
 
+def test_the_estimate_of_a_step_tells_the_time_until_a_step_is_measured() -> None:
+    def eta(progress: dict[str, Any] | None) -> str:
+        return first_eta(progress, 20, apart=True, estimate_s=60.0)
+
+    assert eta(None).startswith("about 20:00 ")
+    assert eta(PROGRESS | WAITS).startswith("about 14:00 ")
+    assert eta(PROGRESS | {"eta_s": None}).startswith("about 14:00 ")
+    assert eta(PROGRESS) == "about 9:10"
+    view = View("run", 20, estimate_s=60.0)
+    view.feed_status(status(**WAITS) | {"stage": 0}, 0.0)
+    assert dict(view.step_cells())["eta"].startswith("about 14:00 ")
+
+
 @pytest.mark.parametrize("step_s", [15, 30, 58, 110])
 def test_ten_minutes_of_long_steps_are_at_most_forty_lines(step_s: int) -> None:
     """Half of a step waits for data, half computes; every fifth one is evaluated."""
