@@ -8,6 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -28,12 +29,16 @@ from evolver_async.schema import Group, WeightId
 from evolver_async.transport.dealer import DealerClient
 from evolver_async.transport.in_process import LocalClient, LocalServer
 from evolver_async.weights.shm import ShmPublisher
+from learner import train
 from learner.diagnostics.step_result import StepResult
 from learner.diagnostics.step_rows import StepRows
 from learner.main import build
+from learner.progress import StepProgress
 from learner.run.evaluations import EvaluationTracker, Standstill
 from learner.schedule import Stages
+from learner.stage_steps import train_take
 from learner.state import LearnerState, PendingEvaluation
+from learner.step import Updater
 from learner.train import Learner
 from tests.support.killed_runs import Run
 
@@ -157,6 +162,37 @@ def test_a_run_that_has_nothing_to_train_on_says_so(tmp_path: Path, stages: str)
         run(config, run_dir)
 
 
+def test_a_stop_within_a_step_leaves_the_step_to_a_resume(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stopped_in_the_second(updater: Updater, stages: Stages, state: LearnerState, *data: Any):
+        updater.ranks.progress.stops = lambda: state.take == 1
+        return train_take(updater, stages, state, *data)
+
+    weights = []
+    for name in ("whole", "stopped"):
+        (tmp_path / name).mkdir()
+        config, run_dir = prepared(tmp_path / name, "checkpoint.every=1")
+        if name == "stopped":
+            with monkeypatch.context() as patched:
+                patched.setattr(train, "train_take", stopped_in_the_second)
+                assert run(config, run_dir) == STOPPED
+            assert state_of(run_dir)["take"] == 1
+        assert run(config, run_dir) == 0
+        newest, _ = load_newest(run_dir / "checkpoints", run_dir.name)
+        weights.append((newest / "model.safetensors").read_bytes())
+    assert weights[0] == weights[1]
+
+
+def test_a_step_with_an_update_is_finished() -> None:
+    progress = StepProgress(stops=lambda: True)
+    assert not progress.abandons(), "outside of a step nothing is abandoned"
+    progress.begin(3)
+    assert progress.abandons()
+    progress.updated = True
+    assert not progress.abandons()
+
+
 def test_a_supervised_step_between_empty_ones_has_something_to_train_on(tmp_path: Path) -> None:
     stages = ", ".join(8 * ["{kind: rl, steps: 1}, {kind: sft, steps: 1}"])
     selection = "selection={kind: spread, max_empty: 2}"
@@ -206,6 +242,34 @@ def test_results_are_those_of_exact_weights_and_count_once(bench: Bench) -> None
         bench.evaluations.take_in(state, [result(2, 5, 0.75)], 0.0)
     assert bench.rows() == [0.75] and state.pending == []
     assert state.eval_success == 0.75
+
+
+def test_an_evaluation_that_lost_episodes_decides_nothing(bench: Bench) -> None:
+    """The average over the others is one of other tasks."""
+    state = LearnerState(lineage=2, version=5)
+    bench.evaluations.ask(state, 0, 4)
+    found = msgspec.structs.replace(result(2, 5, 1.0, episodes=2), lost=2)
+    assert bench.evaluations.take_in(state, [found], 0.0) == []
+    assert state.eval_success == -1.0 and bench.evaluations.newest is None
+    (row,) = rows(bench.directory)
+    assert (row["eval/episodes"], row["eval/lost"]) == (2, 2)
+    assert not {"eval/success", "eval/reward_mean"} & row.keys()
+    assert alerts(bench) == ["evaluation incomplete"]
+
+
+def test_rewards_without_any_success_are_told_once(bench: Bench) -> None:
+    state = LearnerState(lineage=2)
+    for version in (5, 6):
+        state.version = version
+        bench.evaluations.ask(state, 0, 4)
+        found = msgspec.structs.replace(result(2, version, 0.0), reward_mean=0.5)
+        bench.evaluations.take_in(state, [found], 0.0)
+    assert alerts(bench) == ["never a success"]
+
+
+def alerts(bench: Bench) -> list[str]:
+    lines = (bench.directory / "alerts.jsonl").read_text().splitlines()
+    return [json.loads(line)["title"] for line in lines]
 
 
 def test_a_version_is_outstanding_once(bench: Bench) -> None:
