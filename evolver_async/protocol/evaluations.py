@@ -8,7 +8,8 @@ from evolver_async.schema import WeightId
 class SetResult(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
     """Result of a set of `eval.sets`; `best_*` are means over `tasks` with all `k` samples.
 
-    `distinct`: number of different tasks among the episodes; `terms`: mean of each reward term.
+    `distinct`: number of different tasks among the episodes; `numbers`: mean of each
+    reward term, `reward/<name>`, and of each number of the environment's own, `env/<name>`.
     """
 
     name: str
@@ -21,13 +22,14 @@ class SetResult(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields
     best_success: float
     best_reward: float
     distinct: int
-    terms: dict[str, float] = {}
+    numbers: dict[str, float] = {}
 
 
 class EvalResult(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
     """Result of an evaluation of exact weights over `episodes` held-out episodes and of `sets`.
 
-    `distinct`: number of different tasks among the episodes; `terms`: mean of each reward term.
+    `distinct`: number of different tasks among the episodes; `numbers`: mean of each
+    reward term, `reward/<name>`, and of each number of the environment's own, `env/<name>`.
     """
 
     weights: WeightId
@@ -37,5 +39,5 @@ class EvalResult(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_field
     reward_mean: float
     turns_mean: float
     distinct: int
-    terms: dict[str, float] = {}
+    numbers: dict[str, float] = {}
     sets: list[SetResult] = []

@@ -161,7 +161,7 @@ class EvaluationTracker:
                 "eval/version": float(result.weights.step),
                 "eval/stage": float(asked.stage),
                 "time_s": seconds,
-                **{f"eval/reward/{name}": value for name, value in result.terms.items()},
+                **{f"eval/{name}": value for name, value in result.numbers.items()},
                 **asked.progress,
             }
             for one in result.sets:
@@ -182,7 +182,7 @@ def _set_values(result: SetResult) -> dict[str, float]:
         f"{prefix}/turns_mean": result.turns_mean,
         f"{prefix}/episodes": float(result.episodes),
         f"{prefix}/distinct": float(result.distinct),
-        **{f"{prefix}/reward/{name}": value for name, value in result.terms.items()},
+        **{f"{prefix}/{name}": value for name, value in result.numbers.items()},
     }
     if result.tasks:
         values[f"{prefix}/best@{k}"] = result.best_success
