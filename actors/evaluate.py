@@ -13,6 +13,7 @@ from actors.formats.chat import Chat
 from actors.progress import TicketProgress
 from actors.rewards.facts import Unscorable
 from actors.rewards.scorer import RewardScorer
+from actors.rollout.environment import abandoned_closed
 from actors.rollout.episode import EpisodeLate
 from actors.rollout.episode_config import setting_of
 from actors.rollout.finished import Finished
@@ -162,6 +163,8 @@ async def play_all(
         await agents.close()
     if scorer is not None:
         await scorer.close()
+    setting.idle.close()
+    await abandoned_closed(config.env.step_timeout_s)
     await engine.close()
     if failures:
         raise ValueError(f"{len(failures)} of {len(drawn)} episodes failed, {failures[0]}")

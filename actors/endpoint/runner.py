@@ -259,11 +259,12 @@ class AgentRunner:
 
 async def _end(session: EndpointSession, setting: Setting, limit: asyncio.Timeout) -> None:
     """Refuse calls once the episode's time is over, let those in flight end, and end the agent if
-    it has not returned after the time of a step."""
+    it has not returned after the time of a step. One without an answered call is ended at once."""
     await asyncio.sleep(setting.episode_timeout_s)
     session.late = True
     await session.answered(HUNG_S)
-    limit.reschedule(asyncio.get_running_loop().time() + setting.step_timeout_s)
+    grace_s = setting.step_timeout_s if session.recorder.turns else 0.0
+    limit.reschedule(asyncio.get_running_loop().time() + grace_s)
 
 
 def make_agents(

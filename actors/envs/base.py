@@ -71,7 +71,8 @@ class EnvironmentFailure(Exception):
 
 class Env(Protocol):
     """Environment of one episode at a time: `reset`, then `step` until `terminated` or
-    `truncated`. A class that derives from it has a `close` that does nothing."""
+    `truncated`. A class that derives from it has a `close` that does nothing. One with `reusable =
+    True` can be `reset` again, instead of being closed and made anew for the next episode."""
 
     instructions: str  # for the system message: what the task is and which actions exist
 

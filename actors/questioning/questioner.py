@@ -224,8 +224,8 @@ class Questioner:
         checked, replays = has_goals(task.env), (self.config.replays, self.config.replays_kept)
 
         async def play(task: Task, actions: list[str], dynamics_seed: int) -> ReplayedEpisode:
-            member, timeout_s = candidate.member, self._timeout_s
-            return await replay(ticket, member, task, actions, dynamics_seed, timeout_s, progress)
+            where = ticket, candidate.member, task, actions, dynamics_seed
+            return await replay(*where, self._timeout_s, progress, self._failures)
 
         objection = self._known.objection(task, ticket.task)
         try:
@@ -260,7 +260,8 @@ class Questioner:
         task, seed = candidate.task, candidate.dynamics_seed
         own = msgspec.structs.replace(ticket, task=task)
         most, member = self.config.max_turns, candidate.member
-        async with TimedEnvironment(own, member, self._timeout_s, progress) as world:
+        world_of = own, member, self._timeout_s, progress, self._failures
+        async with TimedEnvironment(*world_of) as world:
             with progress.during(member, "solving again"):
                 actions = await solve_again(client, world, progress, task, seed, most, checked)
         return None if actions is None else msgspec.structs.replace(task, reference=actions)
@@ -271,7 +272,7 @@ class Questioner:
         """Replay actions from where an exploration began; None if the environment fails."""
         place = ticket, one.member, unbound(ticket.task), actions, one.dynamics_seed
         try:
-            return await replay(*place, self._timeout_s, progress)
+            return await replay(*place, self._timeout_s, progress, self._failures)
         except EnvironmentFailure as failure:
             self._failed("an exploration", failure)
             return None

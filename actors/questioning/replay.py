@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from actors.envs.base import Goals
+from actors.failures import FailureCounts
 from actors.progress import TicketProgress
 from actors.rollout.environment import TimedEnvironment
 from evolver_async.env import Step
@@ -37,6 +38,7 @@ async def replay(
     dynamics_seed: int,
     timeout_s: float,
     progress: TicketProgress,
+    failures: FailureCounts | None = None,
 ) -> ReplayedEpisode:
     """Replay `actions` from the initial state of `task` until the episode ends.
 
@@ -45,7 +47,7 @@ async def replay(
     """
     played, steps, goals, invalid = [], [], [], 0
     own = msgspec.structs.replace(ticket, task=task)
-    async with TimedEnvironment(own, member, timeout_s, progress) as world:
+    async with TimedEnvironment(own, member, timeout_s, progress, failures) as world:
         await world.open()
         first = (await world.reset(task, dynamics_seed)).text
         for action in actions:

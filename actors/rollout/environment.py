@@ -3,7 +3,8 @@
 Where it may block, a thread of its own makes all calls, so that none waits for another episode's;
 not in a serial run, where the virtual clock would run past all deadlines while a thread works. What
 is async is awaited on the loop. What a call raises, a missed deadline too, is an EnvironmentFailure
-that names environment, task, member, what it was doing and for how long.
+that names environment, task, member, what it was doing and for how long. A failure of `close` is
+noted only: the episode has ended, and its result stands.
 """
 
 import asyncio
@@ -27,6 +28,7 @@ from actors.envs.results import (
     checked_verdict,
     text,
 )
+from actors.failures import FailureCounts
 from actors.formats.chat import encodable
 from actors.progress import TicketProgress
 from evolver_async.env import Step
@@ -35,6 +37,8 @@ from evolver_async.schema import Task, Ticket
 
 R = TypeVar("R")
 RAISED = Exception, SystemExit  # by a user's code, whose exit must not end the process
+CLOSE_S = 1.0  # for which an episode waits for its environment's `close`
+IDLE = 64  # reusable environments that an actor keeps between episodes
 
 _closing: set[asyncio.Future[None]] = set()  # closes of abandoned environments
 
@@ -47,9 +51,17 @@ class TimedEnvironment:
     env: Env
 
     def __init__(
-        self, ticket: Ticket, member: int, timeout_s: float, progress: TicketProgress
+        self,
+        ticket: Ticket,
+        member: int,
+        timeout_s: float,
+        progress: TicketProgress,
+        failures: FailureCounts | None = None,
+        idle: "IdleEnvironments | None" = None,
     ) -> None:
         self.spent_s = 0.0
+        self._failures = failures or FailureCounts()
+        self._idle = idle
         self._task = ticket.task
         self._member = member
         self._timeout_s = timeout_s
@@ -68,8 +80,11 @@ class TimedEnvironment:
             self.abandon()
 
     async def open(self) -> None:
-        """Make the environment."""
+        """Make the environment, or take an idle one of the same parameters."""
         name, params = self._task.env, self._task.params
+        if self._idle is not None and (found := self._idle.take(name, params)) is not None:
+            self.env, self._thread = found
+            return
         found = await self.call("making the environment", env_class, name)
         if blocks(name, found) and not getattr(asyncio.get_running_loop(), "virtual", False):
             self._thread = _Thread(name)
@@ -162,13 +177,32 @@ class TimedEnvironment:
         return EnvironmentFailure(self._task.env, where, doing, cause)
 
     async def close(self) -> None:
-        """Close the environment. An environment that hangs in a call is closed when that
-        returns."""
+        """Keep a reusable environment for a later episode; close another, and wait for it for a
+        moment. An environment that hangs in a call is closed when that returns."""
         if self._last is not None and not self._last.done():
             return self.abandon()
+        if not hasattr(self, "env"):
+            if self._thread is not None:
+                self._thread.end()
+            return
+        if self._idle is not None and getattr(self.env, "reusable", False):
+            self._idle.keep(self._task.env, self._task.params, self.env, self._thread)
+            return
+        closing = asyncio.ensure_future(self._noted_close())
+        _keep(closing)
+        await asyncio.wait({closing}, timeout=CLOSE_S)
+
+    async def _noted_close(self) -> None:
+        loop = asyncio.get_running_loop()
+        began = loop.time()
         try:
-            if hasattr(self, "env"):
-                await self.call("environment close", self.env.close)
+            await self._timed(self.env.close, (), 0.0)
+        except (*RAISED, asyncio.CancelledError) as error:
+            if own_cancellation(error):
+                raise
+            failure = self.failure("environment close", loop.time() - began, error)
+            log.warning("%s; its episode stands", failure)
+            self._failures.note(failure.kind, failure.name, failure.error)
         finally:
             if self._thread is not None:
                 self._thread.end()
@@ -191,6 +225,42 @@ class TimedEnvironment:
         with contextlib.suppress(*RAISED):
             async with asyncio.timeout(self._timeout_s):
                 await close()
+
+
+class IdleEnvironments:
+    """Environments between two episodes, whose class says `reusable = True`: their next `reset`
+    begins anew. The one used last is taken first; the oldest beyond `IDLE` is closed."""
+
+    def __init__(self) -> None:
+        self._held: list[tuple[tuple[str, dict[str, Any]], Env, _Thread | None]] = []
+
+    def take(self, name: str, params: dict[str, Any]) -> "tuple[Env, _Thread | None] | None":
+        """Return an idle environment with its thread; None if there is none like it."""
+        for index in range(len(self._held) - 1, -1, -1):
+            if self._held[index][0] == (name, params):
+                return self._held.pop(index)[1:]
+        return None
+
+    def keep(self, name: str, params: dict[str, Any], env: Env, thread: "_Thread | None") -> None:
+        """Keep an environment whose episode has ended well."""
+        self._held.append(((name, params), env, thread))
+        if len(self._held) > IDLE:
+            self._close(*self._held.pop(0)[1:])
+
+    def close(self) -> None:
+        """Begin to close all; see `abandoned_closed`."""
+        while self._held:
+            self._close(*self._held.pop()[1:])
+
+    def _close(self, env: Env, thread: "_Thread | None") -> None:
+        if inspect.iscoroutinefunction(env.close):
+            _keep(asyncio.ensure_future(env.close()))
+        elif thread is not None:
+            _keep(asyncio.wrap_future(thread.call(env.close)))
+            thread.end()
+        else:
+            with contextlib.suppress(*RAISED):
+                env.close()
 
 
 async def abandoned_closed(timeout_s: float) -> None:

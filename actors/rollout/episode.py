@@ -307,7 +307,8 @@ async def run_episode(
     EnvironmentFailure if its environment raised or a call of it did not return, EpisodeLate if the
     policy did not answer.
     """
-    environment = TimedEnvironment(ticket, member, setting.step_timeout_s, progress)
+    shared = setting.failures, setting.idle
+    environment = TimedEnvironment(ticket, member, setting.step_timeout_s, progress, *shared)
     episode = Episode(environment, ticket, member, setting, progress)
     async with environment:
         with contextlib.closing(policy):

@@ -12,6 +12,7 @@ from actors.failures import FailureCounts
 from actors.formats.chat import Chat
 from actors.formats.turns import THOUGHT, TurnFormat, turn_format
 from actors.llm.quoting import MAX_CHARS
+from actors.rollout.environment import IdleEnvironments
 from evolver_async.config import Config, ConfigError
 from evolver_async.config.load import stage_as_written
 from evolver_async.randomness import key, uniform
@@ -52,12 +53,18 @@ class Setting:
     scored: float = 0.0  # share of episodes in which the environment's score is read every turn
     format_name: str = "think_answer"  # of the turn format in the configuration
     failures: FailureCounts = field(default_factory=FailureCounts)
+    idle: IdleEnvironments = field(default_factory=IdleEnvironments)
 
 
 def setting_of(
-    config: Config, chat: Chat, name: str, incarnation: int, failures: FailureCounts | None = None
+    config: Config,
+    chat: Chat,
+    name: str,
+    incarnation: int,
+    failures: FailureCounts | None = None,
+    idle: IdleEnvironments | None = None,
 ) -> Setting:
-    """Return the settings of a stage's episodes."""
+    """Return the settings of a stage's episodes. `idle`: shared by the stages of an actor."""
     rollout, env = config.rollout, config.env
     return Setting(
         chat=chat,
@@ -90,6 +97,7 @@ def setting_of(
         hint_chars=config.experience.max_chars,
         scored=_scored_share(config),
         failures=failures or FailureCounts(),
+        idle=idle or IdleEnvironments(),
     )
 
 

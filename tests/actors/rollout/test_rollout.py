@@ -38,6 +38,7 @@ from virtual_time import virtually
 from actors.engines.base import Generation, Request
 from actors.envs.base import EnvironmentFailure
 from actors.progress import TicketProgress
+from actors.rollout import environment
 from actors.rollout.environment import TimedEnvironment, abandoned_closed
 from actors.rollout.episode import EpisodeLate
 from actors.rollout.episode_config import setting_of
@@ -475,12 +476,10 @@ def hanging() -> Iterator[None]:
     Hanging.free.set()
 
 
-@pytest.mark.parametrize(
-    ("hangs", "named"), [("reset", "reset"), ("step", "step"), ("close", "environment close")]
-)
+@pytest.mark.parametrize("hangs", ["reset", "step"])
 @pytest.mark.usefixtures("hanging")
 def test_a_call_that_never_returns_is_named_with_member_and_time(
-    hangs: str, named: str, caplog: pytest.LogCaptureFixture
+    hangs: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine = FakeEngine({"0/0/0": say(RIGHT, RIGHT)})
     began = time.monotonic()
@@ -489,7 +488,7 @@ def test_a_call_that_never_returns_is_named_with_member_and_time(
     took_s = time.monotonic() - began
     assert took_s < 30, "nobody waits for its end"
     (record,) = caplog.records
-    where = f"group 0: environment {Hanging.__module__}:Hanging, task t, member 0: {named} for"
+    where = f"group 0: environment {Hanging.__module__}:Hanging, task t, member 0: {hangs} for"
     cause = "TimeoutError: env.step_timeout_s is 1"
     found = re.fullmatch(rf"{where} (\d+\.\d) s: {re.escape(cause)}", record.message)
     assert found, record.message
@@ -542,13 +541,76 @@ class Holding(Corridor):
         return super().step(action)
 
 
-def test_a_failing_close_is_a_failure_but_hides_no_other() -> None:
-    script = {"0/0/0": say(RIGHT, RIGHT)}
-    with pytest.raises(EnvironmentFailure, match=r"environment close .* the door is stuck"):
-        roll_out(corridor(env=Hanging, closes=False), setting(), FakeEngine(script))
+def test_a_failing_close_is_counted_and_its_episode_stands() -> None:
+    how, script = setting(), {"0/0/0": say(RIGHT, RIGHT)}
+    (one,) = roll_out(corridor(env=Hanging, closes=False), how, FakeEngine(script))
+    assert one.success
+    (total,) = how.failures.totals()
+    assert total.kind == "environment" and "the door is stuck" in total.error
     broken = corridor(env=Hanging, closes=False, at=0, what="raise")
     with pytest.raises(EnvironmentFailure, match="the floor fell in"):
         roll_out(broken, setting(), FakeEngine({"0/0/0": say(RIGHT)}))
+
+
+@pytest.mark.usefixtures("hanging")
+def test_a_close_that_hangs_holds_up_no_episode(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environment, "CLOSE_S", 0.05)
+    how, done = setting(step_timeout_s=1.0), list[Finished]()
+
+    async def play() -> None:
+        engine = FakeEngine({"0/0/0": say(RIGHT, RIGHT)})
+        one = corridor(env=Hanging, hangs="close")
+        await run_group(one, how, engine, TicketProgress(), done.append)
+        assert len(done) == 1 and not how.failures.totals(), "it was not waited for"
+        await abandoned_closed(60.0)
+
+    asyncio.run(play())
+    (total,) = how.failures.totals()
+    assert "env.step_timeout_s is 1" in total.error
+
+
+class Reusable(Corridor):
+    """Is dear to make, and says that `reset` begins anew."""
+
+    blocking = True
+    reusable = True
+    made = 0
+    threads: ClassVar[set[int]] = set()
+
+    def __init__(self, *, length: int = 3, at: int = -1, what: str = "") -> None:
+        super().__init__(length=length, at=at, what=what)
+        type(self).made += 1
+
+    def reset(self, task: Task, dynamics_seed: int) -> str:
+        self.threads.add(threading.get_ident())
+        return super().reset(task, dynamics_seed)
+
+
+def test_environments_that_say_so_are_used_again() -> None:
+    Reusable.made = Reusable.closed = 0
+    Reusable.threads.clear()
+    how = setting()
+
+    async def play() -> None:
+        async def one(**params: Any) -> None:
+            engine = FakeEngine({"0/0/0": say(RIGHT, RIGHT, RIGHT)})
+            asked = corridor(env=Reusable, **params)
+            await run_group(asked, how, engine, TicketProgress(), lambda _: None)
+
+        for _ in range(3):
+            await one()
+        assert (Reusable.made, Reusable.closed, len(Reusable.threads)) == (1, 0, 1)
+        await one(length=1)
+        assert Reusable.made == 2, "other parameters need another one"
+        with pytest.raises(EnvironmentFailure):
+            await one(at=0, what="raise")
+        await abandoned_closed(60.0)
+        assert (Reusable.made, Reusable.closed) == (3, 1), "one that failed is not used again"
+        how.idle.close()
+        await abandoned_closed(60.0)
+        assert Reusable.closed == 3
+
+    asyncio.run(play())
 
 
 @pytest.mark.process
