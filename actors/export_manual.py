@@ -84,7 +84,8 @@ def reply(messages):
 ## With vLLM
 
 `LLM(model=PATH).chat(messages, SamplingParams({sampling}))` writes the same turn; the message to
-append is `PREFIX` and its text.
+append is `PREFIX` and its text. A server of vLLM does not read `do_sample`: a request without a
+temperature is sampled at 1.
 '''
 
 
@@ -102,7 +103,9 @@ def write_manual(config: Config, directory: Path) -> None:
     (directory / TEMPLATE).write_text(template, encoding="utf-8")
     path = directory / GENERATION
     known = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    written = known | generation(config, chat, stops)
+    # Of the base only its special tokens: its penalties and sampling are not those of the policy.
+    tokens = {name: value for name, value in known.items() if name.endswith("_token_id")}
+    written = tokens | generation(config, chat, stops)
     path.write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
     text = readme(config, setting, prefix, stops)
     (directory / "README.md").write_text(text, encoding="utf-8")
@@ -124,12 +127,16 @@ def template_of(chat: Chat, prefix: str) -> str:
 
 
 def generation(config: Config, chat: Chat, stops: tuple[str, ...]) -> dict[str, object]:
-    """Return the generation settings of the run's evaluation."""
+    """Return the generation settings of the run's evaluation.
+
+    Fields that no one writes are off in transformers and vLLM, but for those written here.
+    """
     temperature = config.eval.temperature
     settings: dict[str, object] = {
         "eos_token_id": sorted(chat.stop_tokens),
         "max_new_tokens": config.rollout.max_tokens,
         "do_sample": temperature > 0,
+        "repetition_penalty": 1.0,
     }
     if temperature > 0:
         settings |= {"temperature": temperature, "top_k": 0, "top_p": 1.0}

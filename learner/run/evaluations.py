@@ -50,6 +50,7 @@ class EvaluationTracker:
     metrics: Metrics
     config: EvalConfig
     newest: EvalResult | None = None  # by version, as an earlier one can end later
+    blind: bool = False  # some evaluation had rewards, but no success
 
     def due(self, version: int, *, over: bool, last: bool, changed: bool) -> int:
         """Return the episodes to ask for after a step; `over`: it ends its stage, `last`: all."""
@@ -134,7 +135,8 @@ class EvaluationTracker:
     ) -> list[tuple[EvalResult, PendingEvaluation]]:
         """Log results, each once although the buffer repeats them, and release their weights.
 
-        Returns those with episodes, each with what was asked.
+        Returns those that decide, each with what was asked: an evaluation that has lost episodes
+        decides nothing, as its average is of other tasks.
         """
         taken_in = []
         outstanding = {WeightId(lineage=state.lineage, step=a.version): a for a in state.pending}
@@ -144,24 +146,21 @@ class EvaluationTracker:
                 continue
             state.pending.remove(asked)
             self.publisher.release(result.weights)
-            if result.episodes == 0:
-                log.warning("evaluation of %s: no episode could be run", result.weights)
-                continue
-            taken_in.append((result, asked))
-            if self.newest is None or result.weights >= self.newest.weights:
-                self.newest = result
-                if asked.stage == state.stage and not state.finished:
-                    state.eval_success = result.success
+            if not result.lost and result.episodes:
+                taken_in.append((result, asked))
+                if self.newest is None or result.weights >= self.newest.weights:
+                    self.newest = result
+                    if asked.stage == state.stage and not state.finished:
+                        state.eval_success = result.success
+            self._tell(result)
             values = {
-                "eval/success": result.success,
-                "eval/reward_mean": result.reward_mean,
-                "eval/turns_mean": result.turns_mean,
+                **_decisive("eval", "success", result),
                 "eval/episodes": float(result.episodes),
+                "eval/lost": float(result.lost),
                 "eval/distinct": float(result.distinct),
                 "eval/version": float(result.weights.step),
                 "eval/stage": float(asked.stage),
                 "time_s": seconds,
-                **{f"eval/{name}": value for name, value in result.numbers.items()},
                 **asked.progress,
             }
             for one in result.sets:
@@ -169,22 +168,49 @@ class EvaluationTracker:
             self.metrics.log(result.step + 1, values)
         return taken_in
 
+    def _tell(self, result: EvalResult) -> None:
+        """Alert of what an evaluation cannot say: lost episodes, and rewards without a success."""
+        named = [("", result), *((f" of eval.sets.{one.name}", one) for one in result.sets)]
+        for name, one in named:
+            if one.lost:
+                text = f"{one.lost} of {one.lost + one.episodes} episodes{name} are lost"
+                text = f"evaluation of {result.weights}: {text}, so nothing is decided by it"
+                log.warning("%s", text)
+                self.metrics.alert("evaluation incomplete", text)
+        blind = not result.lost and result.success == 0 and result.reward_mean > 0
+        if blind and not self.blind:
+            text = (
+                f"evaluation of {result.weights}: rewards above 0, never a success:"
+                " until_success, checkpoint.keep_best and rollback go by success alone, which an"
+                " environment gives by Info(success=True)"
+            )
+            log.warning("%s", text)
+            self.metrics.alert("never a success", text)
+        self.blind = self.blind or blind
 
-def _set_values(result: SetResult) -> dict[str, float]:
-    """Return the metrics of a set; without those of which no episode or no task is complete."""
-    if result.episodes == 0:
-        log.warning("eval.sets.%s: no episode could be run", result.name)
+
+def _decisive(prefix: str, success: str, result: EvalResult | SetResult) -> dict[str, float]:
+    """Return the averages of a result under their names; {} if it has lost episodes."""
+    if result.lost or not result.episodes:
         return {}
-    prefix, k = f"eval/{result.name}", result.k
-    values = {
-        f"{prefix}/avg@{k}": result.success,
+    return {
+        f"{prefix}/{success}": result.success,
         f"{prefix}/reward_mean": result.reward_mean,
         f"{prefix}/turns_mean": result.turns_mean,
-        f"{prefix}/episodes": float(result.episodes),
-        f"{prefix}/distinct": float(result.distinct),
         **{f"{prefix}/{name}": value for name, value in result.numbers.items()},
     }
-    if result.tasks:
+
+
+def _set_values(result: SetResult) -> dict[str, float]:
+    """Return the metrics of a set; without averages if it has lost episodes."""
+    prefix, k = f"eval/{result.name}", result.k
+    values = {
+        **_decisive(prefix, f"avg@{k}", result),
+        f"{prefix}/episodes": float(result.episodes),
+        f"{prefix}/lost": float(result.lost),
+        f"{prefix}/distinct": float(result.distinct),
+    }
+    if result.tasks and not result.lost:
         values[f"{prefix}/best@{k}"] = result.best_success
         values[f"{prefix}/reward_best@{k}"] = result.best_reward
     return values

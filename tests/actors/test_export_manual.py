@@ -89,6 +89,39 @@ def test_the_generation_settings_are_valid_and_those_of_the_evaluation(exported:
     assert settings.eos_token_id == sorted(exported.setting.chat.stop_tokens)
 
 
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_nothing_of_the_bases_sampling_stays(tmp_path, temperature: float) -> None:
+    """Penalties and cuts of the base would make another policy of the exported one."""
+    make_tokenizer().save_pretrained(tmp_path)
+    base = {
+        "bos_token_id": 1,
+        "pad_token_id": 2,
+        "do_sample": True,
+        "temperature": 0.6,
+        "top_k": 20,
+        "top_p": 0.8,
+        "min_p": 0.1,
+        "typical_p": 0.9,
+        "repetition_penalty": 1.05,
+        "no_repeat_ngram_size": 3,
+        "min_new_tokens": 4,
+        "suppress_tokens": [7],
+        "bad_words_ids": [[9]],
+        "num_beams": 4,
+        "max_length": 20,
+    }
+    (tmp_path / "generation_config.json").write_text(json.dumps(base))
+    write_manual(stage_config(load(None, [STEPS, f"eval.temperature={temperature}"]), 0), tmp_path)
+    written = json.loads((tmp_path / "generation_config.json").read_text())
+    assert (written.pop("bos_token_id"), written.pop("pad_token_id")) == (1, 2)
+    own = {"eos_token_id", "max_new_tokens", "do_sample", "stop_strings"}
+    neutral = {"repetition_penalty": 1.0, "top_k": 0, "top_p": 1.0, "temperature": temperature}
+    assert written.items() <= ({name: written[name] for name in own} | neutral).items()
+    settings = GenerationConfig.from_pretrained(tmp_path)
+    settings.validate(strict=True)
+    assert settings.do_sample == (temperature > 0)
+
+
 def test_an_evaluation_that_samples_does_so_from_all_tokens(exported: Exported, tmp_path) -> None:
     for path in exported.directory.glob("token*"):
         (tmp_path / path.name).write_bytes(path.read_bytes())

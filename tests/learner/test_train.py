@@ -220,6 +220,34 @@ def test_an_evaluation_has_reward_terms_and_the_environments_own_numbers(bench: 
     assert (row["eval/reward/exact"], row["eval/env/moves"]) == (0.5, 7)
 
 
+def test_an_evaluation_that_lost_episodes_decides_nothing(bench: Bench) -> None:
+    """The average over the others is one of other tasks."""
+    state = LearnerState(lineage=2, version=5)
+    bench.evaluations.ask(state, 0, 4)
+    found = msgspec.structs.replace(result(2, 5, 1.0, episodes=2), lost=2)
+    assert bench.evaluations.take_in(state, [found], 0.0) == []
+    assert state.eval_success == -1.0 and bench.evaluations.newest is None
+    (row,) = rows(bench.directory)
+    assert (row["eval/episodes"], row["eval/lost"]) == (2, 2)
+    assert not {"eval/success", "eval/reward_mean"} & row.keys()
+    assert alerts(bench) == ["evaluation incomplete"]
+
+
+def test_rewards_without_any_success_are_told_once(bench: Bench) -> None:
+    state = LearnerState(lineage=2)
+    for version in (5, 6):
+        state.version = version
+        bench.evaluations.ask(state, 0, 4)
+        found = msgspec.structs.replace(result(2, version, 0.0), reward_mean=0.5)
+        bench.evaluations.take_in(state, [found], 0.0)
+    assert alerts(bench) == ["never a success"]
+
+
+def alerts(bench: Bench) -> list[str]:
+    lines = (bench.directory / "alerts.jsonl").read_text().splitlines()
+    return [json.loads(line)["title"] for line in lines]
+
+
 def test_a_version_is_outstanding_once(bench: Bench) -> None:
     state = LearnerState(version=5)
     bench.evaluations.ask(state, 0, 4)

@@ -95,6 +95,7 @@ class RunningSet(msgspec.Struct):
             best_success=sum(score.success for score in whole) / max(1, len(whole)),
             best_reward=sum(score.reward for score in whole) / max(1, len(whole)),
             distinct=len(self.contents),
+            lost=self.lost,
             numbers={name: total / count for name, (total, count) in self.numbers.items()},
         )
 
@@ -140,6 +141,7 @@ class RunningEvaluation(msgspec.Struct):
             reward_mean=deciding.reward_mean,
             turns_mean=deciding.turns_mean,
             distinct=deciding.distinct,
+            lost=deciding.lost,
             numbers=deciding.numbers,
             sets=others,
         )

@@ -127,7 +127,7 @@ def test_a_task_with_a_lost_sample_has_no_best() -> None:
     arrive(queue, 1, False, 0.5)
     (result,) = queue.results
     (found,) = result.sets
-    assert (found.episodes, found.tasks) == (3, 1)
+    assert (found.episodes, found.tasks, found.lost, result.lost) == (3, 1, 1, 0)
     assert (found.success, found.best_success, found.best_reward) == (1 / 3, 0.0, 0.5)
 
 
