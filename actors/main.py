@@ -29,7 +29,7 @@ from evolver_async.config.secrets import reveal
 from evolver_async.errors import USER_ERROR
 from evolver_async.model import policy
 from evolver_async.model.tokenizer import ModelError
-from evolver_async.process.garbage import collect_rarely
+from evolver_async.process.garbage import collect_rarely, give_back_memory
 from evolver_async.process.setup import RoleArgs
 from evolver_async.process.versions import versions
 from evolver_async.protocol import messages
@@ -199,6 +199,7 @@ async def work(
         worker = build(config, client, welcome.weights_address, *identity, experience)
         worker.tickets.launch = welcome.launch
         collect_rarely()
+        give_back_memory()
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, worker.stop.set)

@@ -1,5 +1,6 @@
 """Exit codes of a process, and the errors after which it is not restarted."""
 
+DISK_FULL = 6  # a process found no room on a disk: it is started again, as often as needed
 STOPPED = 5  # a learner that was asked to stop and saved what it has: it can be started again
 
 # Exit codes of errors that a restart would repeat.

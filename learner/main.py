@@ -14,7 +14,7 @@ from evolver_async.errors import TrainingError
 from evolver_async.metrics.alerts import FAILED
 from evolver_async.metrics.writer import Metrics
 from evolver_async.process.addresses import weights_address
-from evolver_async.process.garbage import collect_rarely
+from evolver_async.process.garbage import collect_rarely, give_back_memory
 from evolver_async.process.setup import RoleArgs
 from evolver_async.protocol.messages import Beat
 from evolver_async.transport.client import Client
@@ -73,6 +73,7 @@ def lead(config: Config, args: RoleArgs, ranks: Ranks | None) -> int:
     heartbeat.start()
     learner = build(config, args.run_dir, client, loop.run_until_complete, ranks)
     collect_rarely()
+    give_back_memory()
 
     def stop(*_: object) -> None:
         learner.requests.stopping = True

@@ -1,9 +1,14 @@
 """Progress within a step: the training thread counts its passes, the heartbeat's thread reads."""
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 BACKWARD = 3  # a forward and backward pass takes about as long as so many forward passes
+
+
+class StepAbandoned(Exception):
+    """Raised between two passes of a step that has changed nothing yet, as its learner stops."""
 
 
 @dataclass(eq=False)
@@ -11,7 +16,9 @@ class StepProgress:
     """Passes of the present step, in tokens; those with gradient count BACKWARD times.
 
     `began`: time at which the computations of `step` began, None between two steps.
-    `micro_batches`, `tokens`: forward passes so far and the tokens in them.
+    `micro_batches`, `tokens`: forward passes so far and the tokens in them. `updated`: True from
+    the first update of the step on: then it must be finished. `stops`: returns True if the learner
+    is to stop.
     """
 
     step: int = 0
@@ -20,10 +27,13 @@ class StepProgress:
     planned: int = 0
     micro_batches: int = 0
     tokens: int = 0
+    updated: bool = False
+    stops: Callable[[], bool] = lambda: False
 
     def begin(self, step: int) -> None:
         """Start to count for a step."""
         self.done = self.planned = self.micro_batches = self.tokens = 0
+        self.updated = False
         self.step, self.began = step, time.monotonic()
 
     def end(self) -> None:
@@ -39,6 +49,10 @@ class StepProgress:
         self.micro_batches += 1
         self.tokens += tokens
         self.done += tokens * (BACKWARD if gradient else 1)
+
+    def abandons(self) -> bool:
+        """Return True if the rest of the step is to be left: a resume repeats it from its start."""
+        return self.began is not None and not self.updated and self.stops()
 
     @property
     def share(self) -> float:

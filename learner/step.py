@@ -7,6 +7,7 @@ The values of an rl step follow from one another, and none changes afterwards:
 This module knows nothing of sockets, published versions or files besides checkpoints.
 """
 
+import errno
 import logging
 import math
 from collections.abc import Collection, Mapping
@@ -22,6 +23,7 @@ from evolver_async.lineages import Fork
 from evolver_async.metrics.histograms import Histogram
 from evolver_async.metrics.writer import Timers
 from evolver_async.model import policy
+from evolver_async.room import lacks_room
 from evolver_async.schema import Array, Group
 from learner.advantage.assign import assign
 from learner.advantage.gae import WITH_CRITIC
@@ -64,10 +66,21 @@ class Updater(Models):
         self.bad_steps = BadSteps(run_dir, config.learner.max_bad_steps, self.ranks.rank == 0)
 
     def save(self, directory: Path, state: LearnerState) -> None:
-        """Write tensors and numbers to a directory that exists."""
-        if self.ranks.rank == 0:
-            state.write(directory)
-        self.save_tensors(directory)
+        """Write tensors and numbers to a directory that exists; return when all ranks have.
+
+        OSError on every rank if one of them has no room.
+        """
+        problem = ""
+        try:
+            if self.ranks.rank == 0:
+                state.write(directory)
+            self.save_tensors(directory)
+        except Exception as error:
+            if not lacks_room(error):
+                raise
+            problem = str(error)
+        if problems := [one.decode() for one in self.ranks.gather(problem.encode()) if one]:
+            raise OSError(errno.ENOSPC, problems[0])
 
     def restore(self, directory: Path) -> LearnerState:
         """Replace all tensors by those of a checkpoint; return its numbers."""

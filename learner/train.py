@@ -7,6 +7,7 @@ changes the policy, `stop_rules` reacts to alarms.
 
 import logging
 import secrets
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +22,7 @@ from evolver_async.lineages import Fork
 from evolver_async.metrics.activity import OTHER
 from evolver_async.metrics.writer import Metrics, Timers
 from evolver_async.protocol import messages
+from evolver_async.room import await_room, lacks_room
 from evolver_async.schema import Group
 from evolver_async.transport.client import Client, Rejected
 from evolver_async.weights.channel.base import Publisher
@@ -29,6 +31,7 @@ from learner.diagnostics.judge_rates import forget_totals, note
 from learner.diagnostics.step_result import StepResult
 from learner.diagnostics.step_rows import StepRows
 from learner.diagnostics.stop_rules import Guard
+from learner.progress import StepAbandoned
 from learner.ranks.process_group import Ranks
 from learner.run.buffer_client import Requests, Stopping
 from learner.run.checkpoint import Checkpoints
@@ -77,7 +80,10 @@ class Learner:
         updater.optimizer.register_step_pre_hook(lambda *_: self.await_copy())
         self.updater = updater if ranks is None else Leader(updater, ranks)
         self.progress = updater.ranks.progress
+        self.progress.stops = lambda: self.requests.stopping
         self.evaluating = False
+        self.lacking = ""  # what waits for disk space
+        publisher.heed(lambda: self.requests.stopping, self.tell_of_room)
         self.evaluations = EvaluationTracker(publisher, metrics, config.eval)
         self.checkpoints = Checkpoints(run_dir, config)
         self.guard = Guard(run_dir, metrics)
@@ -102,7 +108,15 @@ class Learner:
         except Stopping as stopping:
             log.info("stopped while it waited for %s", stopping)
             code = STOPPED
-        self.write_checkpoint()
+        except StepAbandoned:
+            log.info("stopped in step %d, which a resume repeats", self.state.take + 1)
+            code = STOPPED
+        try:
+            self.write_checkpoint()
+        except Exception as error:
+            if code != STOPPED or not lacks_room(error):
+                raise
+            log.error("stopped without its last checkpoint: %s", error)
         self.guard.report_end(self.state, self.evaluations.newest)
         if isinstance(self.updater, Leader):
             self.updater.end()
@@ -158,7 +172,10 @@ class Learner:
         count = self.timers.clock.changes + progress.micro_batches
         if activity == "checkpoint":  # its bytes can take long, and no processor
             count += hash(writing(self.checkpoints.directory)) % (1 << 32)
-        phase = PHASES.get(activity, activity)
+        if self.lacking:  # it does not hang
+            count += int(time.monotonic())
+        phase = f"wait for disk space: {self.lacking}" if self.lacking else ""
+        phase = phase or PHASES.get(activity, activity)
         if activity == OTHER and progress.began is None:
             phase = "evaluation" if self.evaluating else "start"
         return messages.Beat(
@@ -272,7 +289,18 @@ class Learner:
 
     def publish(self, retain: bool) -> None:
         """Publish the policy under its version."""
-        self.publisher.publish(self.state.head, self.updater.published(), retain=retain)
+        try:
+            self.publisher.publish(self.state.head, self.updater.published(), retain=retain)
+        except OSError as error:
+            if self.requests.stopping and lacks_room(error):
+                raise Stopping("disk space for its weights") from error
+            raise
+
+    def tell_of_room(self, text: str) -> None:
+        """Note a wait for disk space, and alert of it; "": its end."""
+        self.lacking = text
+        if text:
+            self.metrics.alert("disk full", text, "ERROR", console=True)
 
     def await_copy(self) -> None:
         """Wait until the weights may change: a version is copied beside the step after it."""
@@ -323,7 +351,14 @@ class Learner:
 
     def write_checkpoint(self) -> None:
         self.clock.count(self.state)
-        self.checkpoints.write(self.state, lambda path: self.updater.save(path, self.state))
+        await_room(
+            lambda: self.checkpoints.write(
+                self.state, lambda path: self.updater.save(path, self.state)
+            ),
+            "a checkpoint",
+            stops=lambda: self.requests.stopping,
+            tell=self.tell_of_room,
+        )
 
     def keep(self, paused: str = "") -> dict[int, int]:
         """Report the oldest take that checkpoints can ask for; log results of evaluations.

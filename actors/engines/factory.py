@@ -1,5 +1,6 @@
 """Factory of the configured engine, for actors and for evaluation."""
 
+import math
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -20,6 +21,8 @@ from evolver_async.weights.lora_receiver import whole
 
 if TYPE_CHECKING:
     from actors.engines.vllm_engine import VllmEngine
+
+FORWARD_S = 5.0  # of one forward of an actor: RENEW and a stop wait for its end
 
 
 def load_engine(
@@ -52,7 +55,9 @@ def follow_weights(
     if config.engine.kind == "vllm":
         engine = _vllm_engine(config, None, None, settings, name)
         return engine, engine, tokenizer
-    engine = _torch_engine(config, tokenizer, None, None)
+    # Steps of a serial run do not depend on the machine's speed.
+    forward_s = math.inf if config.launch.kind == "serial" else FORWARD_S
+    engine = _torch_engine(config, tokenizer, None, None, forward_s)
     return engine, FetchedWeights(receiver(settings, config.engine.device, name), engine), tokenizer
 
 
@@ -61,6 +66,7 @@ def _torch_engine(
     tokenizer: PreTrainedTokenizerBase,
     weights: WeightId | None,
     tensors: dict[str, Tensor] | None,
+    forward_s: float = math.inf,
 ) -> TorchEngine:
     dtype, device = config.policy.decided_dtype, config.engine.device
     model = load_policy(config.policy.path, dtype=dtype, device=device)
@@ -74,6 +80,7 @@ def _torch_engine(
         max_length=config.policy.max_length,
         prefill_tokens=config.engine.prefill_tokens,
         in_flight=config.engine.in_flight,
+        forward_s=forward_s,
     )
 
 

@@ -30,13 +30,17 @@ from actors.engines.decoding.stops import StopStrings
 from evolver_async.model.policy import pair_state
 from evolver_async.schema import WeightId
 
+FIRST_TOKENS = 512  # of the first prefill step, as its speed is unknown
+LEAST_TOKENS = 16  # of any: a slower machine is not made faster by smaller steps
+
 
 class TorchEngine:
     """Engine on a Hugging Face causal language model; see `actors.engines.base.Engine`.
 
     `slots`: number of concurrent sequences; `max_length`: tokens of context; `prefill_tokens`:
-    tokens of one prefill step, padding included; `in_flight`: "keep", "keep_kv" or "wait". Raise
-    ValueError if a layer does not attend to the whole context.
+    tokens of one prefill step, padding included, and at most those of `forward_s` seconds by the
+    speed of the last one; `in_flight`: "keep", "keep_kv" or "wait". Raise ValueError if a layer
+    does not attend to the whole context.
     """
 
     def __init__(
@@ -49,6 +53,7 @@ class TorchEngine:
         max_length: int,
         prefill_tokens: int,
         in_flight: str,
+        forward_s: float = math.inf,
     ) -> None:
         check_model(model.config, max_length)
         self.weights = weights
@@ -58,6 +63,8 @@ class TorchEngine:
         self._draws = Draws()
         self._slots = Slots(slots, max_length, model.dtype, model.device, in_flight == "keep_kv")
         self._prefill_tokens = prefill_tokens
+        self._forward_s = forward_s
+        self._tokens_per_s = FIRST_TOKENS / forward_s  # of prefill steps
         self._waits_for_drain = in_flight == "wait"
         self._runs: dict[str, RunningRequest] = {}  # by session, waiting ones included
         self._waiting: deque[RunningRequest] = deque()
@@ -243,10 +250,12 @@ class TorchEngine:
         if not len(behind):
             slots = np.flatnonzero(self._active)
             return slots, np.ones(len(slots), np.int64)
-        known = behind, self._order, self._searching
-        slots = choose_prefill(self._slots, *known, self._prefill_tokens)
+        limit = self._prefill_tokens
+        if math.isfinite(self._forward_s):
+            limit = min(limit, max(LEAST_TOKENS, int(self._tokens_per_s * self._forward_s)))
+        slots = choose_prefill(self._slots, behind, self._order, self._searching, limit)
         self._searching[slots] = False
-        return slots, np.minimum(pending[slots], self._prefill_tokens)
+        return slots, np.minimum(pending[slots], limit)
 
     def _forward(self, slots: np.ndarray, counts: np.ndarray) -> Tensor:
         """Run the next `counts` tokens of the slots, equal ones once; return logits [B, V]."""
@@ -262,7 +271,10 @@ class TorchEngine:
         self._slots.write(slots, counts, firsts, same_B)
         if len(firsts) < len(slots):
             logits_BV = logits_BV[torch.from_numpy(same_B).to(logits_BV.device)]
-        self._stats["forward_s"] += time.perf_counter() - start
+        spent_s = time.perf_counter() - start
+        self._stats["forward_s"] += spent_s
+        if counts.max() > 1:
+            self._tokens_per_s = float(len(ran) * ran.max()) / max(spent_s, 1e-6)
         return logits_BV
 
     def _advance(self, slots: np.ndarray, logits_BV: Tensor) -> None:

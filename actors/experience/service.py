@@ -29,8 +29,9 @@ from actors.failures import FailureCounts
 from actors.llm.client import Endpoint
 from evolver_async.config import Config, ExperienceConfig
 from evolver_async.config.load import load_written
+from evolver_async.metrics.alerts import alert
 from evolver_async.process.addresses import experience_address
-from evolver_async.process.garbage import collect_rarely
+from evolver_async.process.garbage import collect_rarely, give_back_memory
 from evolver_async.process.setup import RoleArgs
 from evolver_async.protocol import messages
 from evolver_async.protocol.envelope import SCHEMA_HASH
@@ -221,6 +222,8 @@ def build(config: Config, run_dir: Path, report: Report) -> ExperienceService:
         endpoint = Endpoint(experience.llm, "experience", failures)
         extractor = LessonExtractor(experience, endpoint)
     pool = open_pool(experience, run_dir)
+    if pool.store.damage:
+        alert(run_dir, "experience damaged", pool.store.damage, "ERROR", console=True)
     return ExperienceService(pool, experience, report, extractor, failures)
 
 
@@ -271,6 +274,7 @@ def main(args: RoleArgs) -> int:
     reporter = CounterReporter(client)
     service = build(config, args.run_dir, reporter.report)
     collect_rarely()  # now, so that no collection traverses the entries, 0.1 s for 100,000
+    give_back_memory()
     address = experience_address(config, args.address)
     server = Server(service, address, run_id, keys=args.keys)
     log.info("%d entries, at %s", len(service.pool), address)

@@ -1,12 +1,15 @@
 """SQLite file of the experience pool, written as the pool changes.
 
-A killed process loses at most its uncommitted changes. A damaged file is moved aside with an error
-in the log. The name of the embedder is stored with its vectors.
+A killed process loses at most its uncommitted changes. Every row has a checksum: rows that the disk
+has changed are left out, and a file that is no database any more is moved aside. Both leave a copy
+of the file as it was found. The name of the embedder is stored with its vectors.
 """
 
+import itertools
 import json
 import logging
 import sqlite3
+import zlib
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,19 +21,19 @@ from evolver_async.config import ConfigError
 FILE = "experience.db"
 KEPT_GROUPS = 10_000  # among which a repeated contribution is recognised
 SCHEMA = """
-CREATE TABLE IF NOT EXISTS facts (name TEXT PRIMARY KEY, value TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS facts (name TEXT PRIMARY KEY, value TEXT NOT NULL, crc INTEGER);
 CREATE TABLE IF NOT EXISTS entries (
     id INTEGER PRIMARY KEY AUTOINCREMENT,
     when_to_use TEXT NOT NULL, content TEXT NOT NULL, state TEXT NOT NULL, score REAL NOT NULL,
     source TEXT NOT NULL, teacher TEXT NOT NULL, trajectories TEXT NOT NULL,
     created INTEGER NOT NULL,
     uses INTEGER NOT NULL, utility REAL NOT NULL, retired INTEGER NOT NULL,
-    when_vector BLOB NOT NULL, content_vector BLOB NOT NULL
+    when_vector BLOB NOT NULL, content_vector BLOB NOT NULL, crc INTEGER
 );
 CREATE TABLE IF NOT EXISTS groups (number INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE);
 CREATE TABLE IF NOT EXISTS solved (
     number INTEGER PRIMARY KEY AUTOINCREMENT, source TEXT NOT NULL, query TEXT NOT NULL UNIQUE,
-    episodes BLOB NOT NULL
+    episodes BLOB NOT NULL, crc INTEGER
 );
 """
 COLUMNS = (  # of an entry that is inserted
@@ -38,6 +41,15 @@ COLUMNS = (  # of an entry that is inserted
     *("uses", "utility", "retired", "when_vector", "content_vector"),
 )
 VECTORS = ("when_vector", "content_vector")
+# The checksum of a row by table; a text is read as bytes, which may be none of UTF-8 any more.
+CHECKED = {
+    table: f"checksum({', '.join(f'CAST({column} AS BLOB)' for column in columns)})"
+    for table, columns in (
+        ("facts", ("name", "value")),
+        ("entries", COLUMNS),
+        ("solved", ("source", "query", "episodes")),
+    )
+}
 
 log = logging.getLogger(__name__)
 
@@ -77,24 +89,60 @@ class ExperienceEntry:
 
 
 class Store:
-    """Entries on disk, for one thread at a time."""
+    """Entries on disk, for one thread at a time. `damage`: a sentence, "" if there was none."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path = path
+        self.damage = ""
         try:
             self._database = _open(path)
         except sqlite3.OperationalError:  # locked, unreadable or disk full: the file is intact
             raise
         except sqlite3.DatabaseError as error:
-            aside = path.with_name(f"{path.name}.damaged")
-            log.error("%s is damaged (%s) and moved to %s", path, error, aside.name)
+            aside = self._aside()
+            self.damage = (
+                f"{path} is damaged ({error}) and moved to {aside.name}; the pool is empty"
+            )
             path.replace(aside)
             for suffix in ("-wal", "-shm"):
                 path.with_name(path.name + suffix).unlink(missing_ok=True)
             self._database = _open(path)
+        self._leave_out_damaged()
+        if self.damage:
+            log.error("%s", self.damage)
         (newest,) = self._database.execute("SELECT max(number) FROM groups").fetchone()
         self.groups: int = newest or 0  # contributed so far
+
+    def _aside(self) -> Path:
+        """Return an unused name for a copy of the file."""
+        names = (f"{self.path.name}.damaged{f'-{n}' * (n > 1)}" for n in itertools.count(1))
+        return next(one for name in names if not (one := self.path.with_name(name)).exists())
+
+    def _leave_out_damaged(self) -> None:
+        """Delete the rows whose checksum is not theirs; the file is copied before."""
+        found = {}
+        for table, checksum in CHECKED.items():
+            wrong = f"SELECT rowid FROM {table} WHERE crc IS NOT {checksum}"
+            found[table] = self._database.execute(wrong).fetchall()
+        (indexes,) = self._database.execute("PRAGMA integrity_check(1)").fetchone()
+        if indexes == "ok" and not any(found.values()):
+            return
+        aside = self._aside()
+        with closing(sqlite3.connect(aside)) as copy:
+            self._database.backup(copy)
+        self._database.execute("REINDEX")
+        for table, rows in found.items():
+            self._database.executemany(f"DELETE FROM {table} WHERE rowid = ?", rows)
+        self._database.commit()
+        counts = ", ".join(f"{len(rows)} {table}" for table, rows in found.items() if rows)
+        lost = f"lost rows: {counts}" if counts else "an index was made anew"
+        self.damage = f"{self.path} is damaged; {lost}; {aside.name} is a copy"
+
+    def _seal(self, table: str, key: str, value: int | str) -> None:
+        """Write the checksum of a row as it now is."""
+        change = f"UPDATE {table} SET crc = {CHECKED[table]} WHERE {key} = ?"
+        self._database.execute(change, (value,))
 
     def load(self) -> tuple[str, list[ExperienceEntry]]:
         """Load the embedder's name ("" if there is none) and all entries, also retired ones."""
@@ -115,6 +163,7 @@ class Store:
         change = "UPDATE entries SET when_vector = ?, content_vector = ? WHERE id = ?"
         for entry in entries:
             write(change, (entry.when_vector.tobytes(), entry.content_vector.tobytes(), entry.id))
+            self._seal("entries", "id", entry.id)
 
     def unguided(self) -> tuple[int, float]:
         """Load the number of unguided members that count, and their success rate."""
@@ -135,6 +184,7 @@ class Store:
             "INSERT OR REPLACE INTO solved (source, query, episodes) VALUES (?, ?, ?)",
             (source, query, episodes),
         )
+        self._seal("solved", "query", query)
 
     def remove_solved(self, queries: list[str]) -> None:
         rows = [(query,) for query in queries]
@@ -151,6 +201,7 @@ class Store:
         )
         assert cursor.lastrowid is not None
         entry.id = cursor.lastrowid
+        self._seal("entries", "id", entry.id)
 
     def update(self, entry: ExperienceEntry) -> None:
         """Write the fields of an entry that can change."""
@@ -158,6 +209,7 @@ class Store:
             "UPDATE entries SET uses = ?, utility = ?, retired = ? WHERE id = ?",
             (entry.uses, entry.utility, entry.retired, entry.id),
         )
+        self._seal("entries", "id", entry.id)
 
     def remove(self, entries: list[ExperienceEntry]) -> None:
         """Delete entries; `shrink` then removes their texts from the disk."""
@@ -185,7 +237,9 @@ class Store:
         return (found.fetchone() or ("",))[0]
 
     def _set_fact(self, name: str, value: str) -> None:
-        self._database.execute("INSERT OR REPLACE INTO facts VALUES (?, ?)", (name, value))
+        change = "INSERT OR REPLACE INTO facts (name, value) VALUES (?, ?)"
+        self._database.execute(change, (name, value))
+        self._seal("facts", "name", name)
 
     def commit(self) -> None:
         self._database.commit()
@@ -231,8 +285,22 @@ def _open(path: Path) -> sqlite3.Connection:
         if result != "ok":
             raise sqlite3.DatabaseError(result)
         database.executescript(SCHEMA)
+        database.create_function("checksum", -1, _checksum, deterministic=True)
+        for table, checksum in CHECKED.items():
+            columns = [column[1] for column in database.execute(f"PRAGMA table_info({table})")]
+            if "crc" not in columns:  # written before there were checksums
+                database.execute(f"ALTER TABLE {table} ADD COLUMN crc INTEGER")
+                database.execute(f"UPDATE {table} SET crc = {checksum}")
         database.commit()
     except BaseException:
         database.close()
         raise
     return database
+
+
+def _checksum(*values: bytes) -> int:
+    """Return the CRC32 of a row's values and of their lengths."""
+    crc = 0
+    for value in values:
+        crc = zlib.crc32(value, zlib.crc32(len(value).to_bytes(8, "little"), crc))
+    return crc

@@ -43,7 +43,7 @@ from evolver_async.metrics.alerts import alert
 from evolver_async.metrics.gauges import ACTORS_PER_S, PERIOD_S, append
 from evolver_async.model.tokenizer import tokenizer_hash
 from evolver_async.process.addresses import experience_address, weights_address
-from evolver_async.process.garbage import collect_rarely
+from evolver_async.process.garbage import collect_rarely, give_back_memory
 from evolver_async.process.setup import INCARNATIONS, RoleArgs
 from evolver_async.process.versions import differences, versions
 from evolver_async.protocol import messages
@@ -153,8 +153,12 @@ class BufferService:
     def handle(self, peer: str, request: Request, now: float) -> list[Reply]:
         """Answer one request; the replies may be sent after the next `commit`."""
         if isinstance(request, messages.Beat):  # of a thread: the work itself is not heard by it
-            problem = self.activity.beat(peer, request, now)
-            return [messages.Reject(reason=problem) if problem else messages.Ok()]
+            if problem := self.activity.beat(peer, request, now):
+                return [messages.Reject(reason=problem)]
+            known = self.activity.peers[peer]
+            if now in (known.moved_at, known.busy_at):
+                self.store.leases.work(peer, now)
+            return [messages.Ok()]
         self.activity.seen(peer, now)
         self.store.now = now
         if isinstance(request, messages.Lease | messages.Renew) and self._outdated(request):
@@ -226,7 +230,9 @@ class BufferService:
             self._look_due = now + LOOK_S
             self.activity.forget(now)
             lines += self.stalls.lines(now)
-            self._alert_of_stalls()
+            step_s = self.activity.step_s + self.activity.data_s
+            if (found := self.stalls.alert(now, step_s)) and self.run_dir is not None:
+                alert(self.run_dir, *found)
         self.store.journal.measure()
         if warning := self.censoring.alarm(now):
             lines.append(warning)
@@ -251,11 +257,6 @@ class BufferService:
         log.warning("%s: %s", title, text)
         if self.run_dir is not None:
             alert(self.run_dir, title, text, console=True)
-
-    def _alert_of_stalls(self) -> None:
-        for stall in self.stalls.drain():
-            if self.run_dir is not None:
-                alert(self.run_dir, f"stall of {stall.who}", stall.text)
 
     def _record_gauges(self, name: str, gauges: dict[str, float], now: float) -> None:
         """Append the gauges of a process, less often the more actors there are."""
@@ -304,6 +305,7 @@ def main(args: RoleArgs) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
     collect_rarely()
+    give_back_memory()
     config = load_written(args.run_dir)
     # leases are measured with the server's clock, which is the monotonic one
     tokenizer = tokenizer_hash(config.policy.path)

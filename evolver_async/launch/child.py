@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Protocol
 
 from evolver_async.config import Config
-from evolver_async.errors import EVALUATION_LOST, STOPPED, TRAINING_ERROR, USER_ERROR
+from evolver_async.errors import DISK_FULL, EVALUATION_LOST, STOPPED, TRAINING_ERROR, USER_ERROR
 from evolver_async.launch.gpus import VISIBLE, index_of, visible_gpus
 from evolver_async.launch.run_directory import last_lines
 from evolver_async.process.addresses import keys_of
+from evolver_async.room import lacks_room
 
 FINAL = (USER_ERROR, TRAINING_ERROR, EVALUATION_LOST)  # exit codes that a restart would repeat
 SEARCHED_LINES = 100  # of a log, for the error that ended the process
@@ -27,6 +28,9 @@ CRASHED = 1  # exit code after any other error
 
 # glibc: do not return freed activations to the kernel only to fault them in again a moment later
 KEEP_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(1 << 30), "MALLOC_MMAP_THRESHOLD_": str(32 << 20)}
+# oneDNN keeps what it has prepared for a thousand numbers of rows: hundreds of MiB for batches of
+# all sizes, and no faster than with the last few of them.
+FEW_SHAPES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "8", "LRU_CACHE_CAPACITY": "8"}
 
 
 class Handle(Protocol):
@@ -146,7 +150,7 @@ class Spawner(ABC):
         return {
             "OMP_NUM_THREADS": str(threads.get(role, 1)),
             "TOKENIZERS_PARALLELISM": "false",
-        } | KEEP_MEMORY
+        } | (KEEP_MEMORY | FEW_SHAPES)
 
     def log_file(self, name: str) -> Path:
         (self.run_dir / "logs").mkdir(exist_ok=True)
@@ -182,16 +186,18 @@ def innermost(lines: list[str]) -> str:
     return next((line for line in said if line and not WARNING.search(line)), "")
 
 
+@dataclass
 class FailedStart:
     """Handle of a process that could not be started: it has crashed, and can be started again."""
 
+    code: int = CRASHED
     pid = 0
 
     def poll(self) -> int:
-        return CRASHED
+        return self.code
 
     def wait(self) -> int:
-        return CRASHED
+        return self.code
 
     def terminate(self) -> None:
         """Do nothing, as there is no process."""
@@ -235,7 +241,7 @@ class LocalSpawner(Spawner):
             line = f"{time.strftime('%F %T')} ERROR {__name__}: {name} cannot be started: {error}\n"
             with suppress(OSError), open(self.log_file(name), "a", encoding="utf-8") as log_file:
                 log_file.write(line)
-            return FailedStart()
+            return FailedStart(DISK_FULL if lacks_room(error) else CRASHED)
 
 
 def ending(code: int) -> str:

@@ -6,21 +6,28 @@
     scales     the actors, as `ActorScaling` wants; one that leaves returns its tickets
     ends       when the learner is done, on a signal, or when a process cannot be kept alive: the
                learner first (it writes a checkpoint), then actors, then services; each is killed
-               after `launch.drain_s`, or at once at the second signal; a checkpoint that is being
-               written has `launch.drain_s` from its last progress
+               after `launch.drain_s`, or at once at the second signal; a learner that computes or
+               writes has `launch.drain_s` from its last progress
 
 Launchers differ in their spawner alone.
 """
 
 import asyncio
 import logging
+import math
+import os
 import signal
+import subprocess
 import time
 from pathlib import Path
+from typing import Any
 
+import psutil
+
+from evolver_async.buffer.monitor.stalls import ALERT_PAUSE_S, LIFE
 from evolver_async.checkpoint import directory as checkpoint
 from evolver_async.config import Config
-from evolver_async.errors import EVALUATION_LOST, USER_ERROR
+from evolver_async.errors import DISK_FULL, EVALUATION_LOST, USER_ERROR
 from evolver_async.launch.child import FINAL, Child, FailedStart, Handle, Spawner, ending
 from evolver_async.launch.run_directory import announce
 from evolver_async.launch.scaling import ActorScaling
@@ -34,10 +41,28 @@ from evolver_async.transport.dealer import DealerClient
 POLL_S = 0.1
 SILENT_S = 60.0  # until the buffer's silence is said again, doubled each time
 SILENT_LIMIT_S = 960.0
+STANDSTILL_S = 60.0  # between two questions, past which this process itself was stopped
+BUSY_S = 0.2  # of a processor between two questions: a buffer that computes does not hang
+ROOM_S = 2.0  # between two looks at the disks
+FULL_BYTES = 1 << 16  # of a disk with so little room nothing useful can be written
+FULL_PAUSE_S = 5.0  # until a process that found no room on its disk is started again
 LATE_S = 2.0  # for an answer of the buffer while the run goes on
+LONGEST_STEPS = 3  # for which a stopped learner may compute
+STILL_S = 10.0  # without a sign of work, several beats
+COMPUTES_S = 300.0  # at least, as its longest step may not be known yet
+LOOK_S = 2.0  # between two questions for the computations of a stopped learner
 START_S = 60.0  # from its process on, until the buffer must answer
 
 log = logging.getLogger(__name__)
+
+
+def is_full(directory: Path) -> bool:
+    """Return True if a disk has no room for this user: no bytes, or no further files."""
+    try:
+        disk = os.statvfs(directory)
+    except OSError:
+        return False
+    return disk.f_bavail * disk.f_frsize < FULL_BYTES or (disk.f_files > 0 and not disk.f_favail)
 
 
 class RunFailed(Exception):
@@ -64,6 +89,14 @@ class Supervisor:
         self.answered = self.asked = 0.0  # times of the buffer's last answer and of the last look
         self.silent_due = 0.0  # time at which its silence is said next
         self.silent_pause_s = SILENT_S
+        self.alerted = -math.inf  # time of the last alert of that
+        self.hung: dict[str, int] = {}  # incarnations of those found hung at the last look
+        self.buffer_work = 0, 0.0  # pid of the buffer, and its processor seconds at the last look
+        self.disks = [run_dir]
+        if config.weights.kind in ("auto", "shm") and not config.weights.address:
+            self.disks.append(Path(config.weights.dir))
+        self.measured = self.full_due = 0.0  # times of the last look, and of the next warning
+        self.full_pause_s = SILENT_S
 
     def run(self) -> int:
         """Run to the end; return 0, 128 + the signal that ended it, or the code of a failure.
@@ -119,6 +152,7 @@ class Supervisor:
                 self.supervise(child, time.monotonic())
             self.scale(time.monotonic())
             self.ask_buffer(time.monotonic())
+            self.check_room(time.monotonic())
             time.sleep(POLL_S)
 
     def ask_buffer(self, now: float) -> None:
@@ -129,23 +163,80 @@ class Supervisor:
         warn_s = self.config.buffer.warn_s
         if now - self.asked < max(1.0, warn_s / 5):
             return
+        if now - self.asked > STANDSTILL_S:  # this process, or its host, stood still, too
+            self.answered, self.hung = now, {}
         self.asked = now
         silent_s = now - self.answered
         try:
-            answers = asyncio.run(self.buffer_answers(LATE_S))
+            status = asyncio.run(self.status(LATE_S))
         except RunFailed:  # it refuses, so it lives
-            answers = True
-        if answers:
+            status = {"stalled": []}
+        if status is not None:
             if silent_s > warn_s:
                 log.warning("the buffer answers again after %.0f s", silent_s)
             self.answered, self.silent_due, self.silent_pause_s = now, now, SILENT_S
-        elif silent_s > warn_s and now >= self.silent_due:
+        self.end_hung(self.lifeless(status, silent_s), now)
+        if status is not None:
+            return
+        if silent_s > warn_s and now >= self.silent_due:
             text = f"the buffer does not answer for {silent_s:.0f} s: stopped, or its disk hangs"
             log.warning("%s", text)
-            if self.silent_pause_s == SILENT_S:
+            if self.silent_pause_s == SILENT_S and now - self.alerted > ALERT_PAUSE_S:
+                self.alerted = now
                 alert(self.run_dir, "stall of buffer", text)
             self.silent_due = now + self.silent_pause_s
             self.silent_pause_s = min(2 * self.silent_pause_s, SILENT_LIMIT_S)
+
+    def lifeless(self, status: dict[str, Any] | None, silent_s: float) -> dict[str, float]:
+        """Return the seconds without any sign of life by process; the buffer's if it is silent."""
+        if status is not None:
+            stalled = status["stalled"]
+            return {one["who"]: one["for_s"] for one in stalled if one["about"] == LIFE}
+        (buffer,) = (child for child in self.children if child.role == "buffer")
+        pid, before = buffer.process.pid, self.buffer_work
+        if not isinstance(buffer.process, subprocess.Popen):  # it can be on another host
+            return {}
+        try:
+            times = psutil.Process(pid).cpu_times()
+        except psutil.Error:  # it has ended
+            return {}
+        self.buffer_work = pid, times.user + times.system
+        if before[0] != pid or self.buffer_work[1] - before[1] > BUSY_S:
+            return {}
+        return {"buffer": silent_s}
+
+    def end_hung(self, lifeless: dict[str, float], now: float) -> None:
+        """Kill processes that have hung for too long, at two looks: they are started again."""
+        launch, before = self.config.launch, self.hung
+        self.hung = {}
+        for child in self.children:
+            limit_s = launch.hung_learner_s if child.role == "learner" else launch.hung_s
+            for_s = lifeless.get(child.name, 0.0)
+            if not limit_s or for_s < limit_s or child.due is not None:
+                continue
+            self.hung[child.name] = child.incarnation
+            if before.get(child.name) == child.incarnation:
+                log.warning("%s has hung for %.0f s and is killed", child.name, for_s)
+                for process in child.processes:
+                    process.kill()
+
+    def check_room(self, now: float) -> None:
+        """Say if the disk of the run or of its weights is full, and again after growing pauses.
+
+        The logs and alerts of the processes may be on the same disk.
+        """
+        if now - self.measured < ROOM_S:
+            return
+        self.measured = now
+        full = [path for path in self.disks if is_full(path)]
+        if full and now >= self.full_due:
+            names = " and ".join(map(str, full))
+            log.warning("the disk of %s is full: the run waits for space", names)
+            self.full_due = now + self.full_pause_s
+            self.full_pause_s = min(2 * self.full_pause_s, SILENT_LIMIT_S)
+        elif not full and self.full_due:
+            log.warning("the disk has space again")
+            self.full_due, self.full_pause_s = 0.0, SILENT_S
 
     def finished(self) -> bool:
         """True if the learner is done. A stopped one has another exit code."""
@@ -228,7 +319,9 @@ class Supervisor:
         """True if a child that ended with this code has a restart left in its budget."""
         if now - child.started >= self.config.launch.healthy_s:
             child.restarts = 0
-        return code not in FINAL and child.restarts < self.config.launch.restarts
+        return code == DISK_FULL or (
+            code not in FINAL and child.restarts < self.config.launch.restarts
+        )
 
     def plan_restart(self, child: Child, code: int, now: float) -> None:
         """Set the time of the next restart. RunFailed if the budget is spent."""
@@ -241,6 +334,10 @@ class Supervisor:
                 f"{self.spawner.log_tail(child)}",
                 1,
             )
+        if code == DISK_FULL:  # the disk is to blame, and none of the budget is used
+            child.due = now + FULL_PAUSE_S
+            log.warning("%s: %s", child.name, self.spawner.last_error(child))
+            return
         pause_s = launch.backoff_s * 2**child.restarts
         child.due = now + pause_s
         child.restarts += 1
@@ -284,35 +381,56 @@ class Supervisor:
     def wait_for_end(self, role: str, running: list[Handle]) -> None:
         """Return when these have ended, at their deadline, or at the second signal.
 
-        The deadline is `launch.drain_s` from now, or from the last progress of a checkpoint.
+        The deadline is `launch.drain_s` from now, or from the last progress of a learner: of its
+        checkpoint, or of its computations, for which it has a multiple of its longest step.
         """
         began, drain_s, warned = time.monotonic(), self.config.launch.drain_s, False
         checkpoints = self.run_dir / "checkpoints" if role == "learner" else None
         progress, deadline = checkpoints and checkpoint.progress(checkpoints), began + drain_s
+        asked, work = began, ""
         while any(process.poll() is None for process in running):
             now, before = time.monotonic(), progress
             if (progress := checkpoints and checkpoint.progress(checkpoints)) != before:
-                deadline = now + drain_s
+                deadline, work = now + drain_s, "writing its checkpoint"
+            elif checkpoints and now - asked > LOOK_S:
+                asked = now
+                if found := self.computation(now - began):
+                    deadline, work = now + drain_s, found
             if len(self.signals) > 1 or now > deadline:
                 return
             if now > began + drain_s and not warned:
                 warned = True
-                log.warning("the learner is still writing its checkpoint; a second signal kills it")
+                log.warning("the learner is still %s; a second signal kills it", work)
             time.sleep(POLL_S / 2)
+
+    def computation(self, waited_s: float) -> str:
+        """Describe what a stopped learner computes; "" if it does not, or does so for too long."""
+        try:
+            found = (asyncio.run(self.status(LATE_S)) or {}).get("progress")
+        except RunFailed:
+            return ""
+        if found is None or found["still_s"] > STILL_S:
+            return ""
+        if waited_s > max(COMPUTES_S, LONGEST_STEPS * found["longest_s"]):
+            return ""
+        return f"computing step {found['step']} ({found['phase']})"
 
     async def buffer_answers(self, timeout_s: float = 5 * POLL_S) -> bool:
         """True if the buffer of this run replies within a moment."""
+        return await self.status(timeout_s) is not None
+
+    async def status(self, timeout_s: float) -> dict[str, Any] | None:
+        """Return the buffer's STATUS, None if it does not reply. RunFailed if it refuses."""
         client = DealerClient(
             self.spawner.address, self.run_dir.name, "launcher", keys=self.spawner.keys
         )
         try:
-            await client.request(StatusRequest(), timeout_s=timeout_s)
+            return (await client.request(StatusRequest(), timeout_s=timeout_s)).status
         except TimeoutError:
-            return False
+            return None
         except Rejected as error:
             raise RunFailed(
                 f"buffer.address: {self.spawner.address}: {error}", USER_ERROR
             ) from None
         finally:
             client.close()
-        return True

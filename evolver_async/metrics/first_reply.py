@@ -3,11 +3,14 @@
 An actor writes the text, the buffer keeps the first one, and the display of the run shows it.
 """
 
+import logging
 from pathlib import Path
 
 from evolver_async.files import write_whole
 
 FILE = "first_reply.txt"
+
+log = logging.getLogger(__name__)
 
 
 def printable(text: str) -> str:
@@ -19,10 +22,13 @@ def printable(text: str) -> str:
 
 
 def keep(run_dir: Path, text: str) -> None:
-    """Write the text unless the run has one."""
+    """Write the text unless the run has one; a full disk costs the text."""
     path = run_dir / FILE
     if text and not path.exists():
-        write_whole(path, printable(text))
+        try:
+            write_whole(path, printable(text))
+        except OSError as error:
+            log.warning("%s: %s", FILE, error.strerror)
 
 
 def read(run_dir: Path) -> str:

@@ -4,6 +4,7 @@ Numbers and numpy values only, no tensors. The JSONL file is the source of truth
 """
 
 import json
+import logging
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,23 +20,30 @@ from evolver_async.metrics.histograms import HISTOGRAMS, Histogram
 from evolver_async.metrics.sinks import Sinks
 from evolver_async.metrics.tail import row_of
 from evolver_async.metrics.wandb_process import UploadSupervisor
+from evolver_async.room import lacks_room
+
+UNWRITTEN_BYTES = 64 << 20  # of rows that wait for room on the disk
+
+log = logging.getLogger(__name__)
 
 
 class JsonlWriter:
-    """Writer of one JSON object per line, flushed; opening cuts off a line torn by a kill.
+    """Writer of one JSON object per line, at once; opening cuts off a line torn by a kill.
 
+    On a full disk rows are kept, and written with the first one for which there is room.
     `count` is the number of rows in the file, without the lines that cannot be read: W&B gets no
     row for these, so that they must not count as missing there.
     """
 
     def __init__(self, path: Path) -> None:
-        self.file = open(path, "ab+")  # noqa: SIM115 (closed by close)
-        self.file.seek(0)
+        self.file = open(path, "ab", buffering=0)  # noqa: SIM115 (closed by close)
+        self._unwritten = b""
         end = self.count = 0
-        for line in self.file:  # of months, in the memory of one line
-            if line.endswith(b"\n"):
-                end += len(line)
-                self.count += row_of(line) is not None
+        with open(path, "rb") as written:
+            for line in written:  # of months, in the memory of one line
+                if line.endswith(b"\n"):
+                    end += len(line)
+                    self.count += row_of(line) is not None
         self.file.truncate(end)
 
     def write(self, row: Mapping[str, Any]) -> None:
@@ -51,11 +59,26 @@ class JsonlWriter:
         plain |= dict.fromkeys(bad)
         if bad:
             plain["non_finite"] = bad
-        self.file.write(json.dumps(plain, allow_nan=False).encode() + b"\n")
-        self.file.flush()
+        self._unwritten += json.dumps(plain, allow_nan=False).encode() + b"\n"
         self.count += 1
+        self._write_rest()
+
+    def _write_rest(self) -> None:
+        lacked = len(self._unwritten) > UNWRITTEN_BYTES
+        try:
+            while self._unwritten:
+                self._unwritten = self._unwritten[self.file.write(self._unwritten) :]
+        except OSError as error:
+            if not lacks_room(error):
+                raise
+            if lacked:  # the row that has begun stays whole
+                end = self._unwritten.find(b"\n") + 1
+                self._unwritten = self._unwritten[:end]
+            what = "some rows are lost" if lacked else "its rows wait in memory"
+            log.warning("%s: %s: %s", self.file.name, error.strerror, what)
 
     def close(self) -> None:
+        self._write_rest()
         self.file.close()
 
 

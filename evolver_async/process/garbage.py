@@ -1,8 +1,13 @@
-"""Cyclic garbage collection of a process: it must not traverse what stays until the end."""
+"""Memory of a process: collections that do not traverse what stays, and freed memory given back."""
 
+import ctypes
 import gc
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+
+TRIM_S = 60.0  # between two returns of freed memory, which cost about 0.1 s each
 
 
 @contextmanager
@@ -31,3 +36,19 @@ def collect_rarely() -> None:
     """
     gc.freeze()
     gc.set_threshold(20_000, 20, 20)
+
+
+def give_back_memory() -> None:
+    """Return freed memory to the kernel from now on, every TRIM_S seconds, by a thread.
+
+    With the thresholds of `launch.child` glibc keeps it, as the next step needs as much again; but
+    what one long step has needed, no other one may need.
+    """
+    if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:  # glibc has it
+        threading.Thread(target=_trim_often, args=(trim,), name="trim", daemon=True).start()
+
+
+def _trim_often(trim: Callable[[int], int]) -> None:
+    while True:
+        time.sleep(TRIM_S)
+        trim(0)

@@ -7,13 +7,21 @@ import resource
 import signal
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.request import getproxies_environment
 
 from evolver_async.config.secrets import mask
-from evolver_async.errors import TRAINING_ERROR, USER_ERROR, TrainingError, Unrecoverable
+from evolver_async.errors import (
+    DISK_FULL,
+    TRAINING_ERROR,
+    USER_ERROR,
+    TrainingError,
+    Unrecoverable,
+)
 from evolver_async.process.logs import RepeatFilter
+from evolver_async.room import lacks_room
 
 SET_PDEATHSIG = 1  # of prctl
 LOOPBACK = ("localhost", "127.0.0.1")
@@ -60,7 +68,10 @@ def run_process(
     except (Unrecoverable, TrainingError) as error:
         log.error("%s", error)
         return USER_ERROR if isinstance(error, Unrecoverable) else TRAINING_ERROR
-    except Exception:
+    except Exception as error:
+        if lacks_room(error):
+            log.error("%s cannot write: %s", args.name, error)
+            return DISK_FULL
         log.exception("%s failed", args.name)
         return 1
 
@@ -112,7 +123,7 @@ def set_up_logging(log_file: Path | None, stderr_level: int) -> None:
     handlers: list[logging.Handler] = []
     if log_file is not None:
         log_file.parent.mkdir(parents=True, exist_ok=True)
-        handlers.append(logging.FileHandler(log_file, encoding="utf-8"))
+        handlers.append(LogFile(log_file, encoding="utf-8"))
     if log_file is None or not os.path.samestat(os.fstat(2), os.stat(log_file)):
         stderr = logging.StreamHandler()
         stderr.setLevel(stderr_level if log_file is not None else logging.INFO)
@@ -122,6 +133,27 @@ def set_up_logging(log_file: Path | None, stderr_level: int) -> None:
         handler.setFormatter(_Masked("%(asctime)s %(levelname)s %(name)s: %(message)s"))
         handler.addFilter(repeats)
     logging.basicConfig(level=logging.INFO, handlers=handlers, force=True)
+
+
+class LogFile(logging.FileHandler):
+    """Log file that can lie on a full disk: its lines wait, and stderr has one line about it."""
+
+    _failed = _told = False
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._failed = False
+        super().emit(record)
+        self._told = self._failed
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):
+            super().handleError(record)
+            return
+        self._failed = True
+        if not self._told:
+            with suppress(OSError):
+                print(f"{self.baseFilename}: cannot be written: {error.strerror}", file=sys.stderr)
 
 
 class _Masked(logging.Formatter):

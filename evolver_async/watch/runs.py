@@ -97,7 +97,7 @@ def summary(run_dir: Path, ending: Ending) -> list[str]:
     alarms = alarms_line([row for row in rows if key_of(row).kind == "take"])
     if ending.state == "failed":
         lines = [ending.text, f"logs: {run}/logs"]
-        return [*lines, *filter(None, [alarms]), resume]
+        return [*lines, *filter(None, [alarms, repeated(run_dir, last_step(rows))]), resume]
     config = load_written(run_dir)
     step, evaluated, success = last_step(rows), evaluations(rows), "not evaluated"
     if evaluated:
@@ -110,6 +110,7 @@ def summary(run_dir: Path, ending: Ending) -> list[str]:
     lines += filter(None, [alarms])
     if saved := resumable(run_dir / "checkpoints"):
         lines.append(f"checkpoint: {_short(saved[-1][0])}")
+    lines += filter(None, [repeated(run_dir, step)])
     if url := url_of(run_dir):
         lines.append(f"W&B: {url}")
     if ending.state == "stopped":
@@ -123,6 +124,13 @@ def summary(run_dir: Path, ending: Ending) -> list[str]:
     ]
     lines.append(f"extend: {resume.partition(': ')[2]} {' '.join(longer)}")
     return [*lines, f"export: evolver-async export {run} OUT"]
+
+
+def repeated(run_dir: Path, step: int) -> str:
+    """Name the steps up to `step` that the newest checkpoint lacks, "" if it has them all."""
+    saved = resumable(run_dir / "checkpoints")
+    behind = step - saved[-1][1].step if saved else step
+    return f"not saved: the last {behind} steps, which a resume repeats" if behind > 0 else ""
 
 
 def last_step(rows: list[dict[str, Any]]) -> int:

@@ -13,6 +13,7 @@ A slot file is msgpack: plain numbers and bytes, nothing that is executed.
 import contextlib
 import itertools
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -109,6 +110,9 @@ class IpcPublisher:
         self._held: dict[WeightId, int] = {}  # slots by version, in the order of publishing
         self._retained: set[WeightId] = set()
         self._serial = itertools.count()
+
+    def heed(self, stops: Callable[[], bool], tell: Callable[[str], object]) -> None:
+        """Do nothing: versions stay on the GPU."""
 
     def publish(
         self, weights: WeightId, tensors: dict[str, Tensor] | WeightSource, retain: bool = False

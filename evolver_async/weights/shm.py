@@ -30,6 +30,7 @@ from pathlib import Path
 from torch import Tensor
 
 from evolver_async.process.private_directories import claim
+from evolver_async.room import await_room
 from evolver_async.schema import WeightId
 from evolver_async.weights.channel.base import HEAD, read_head
 from evolver_async.weights.channel.checksums import usual_threads
@@ -106,7 +107,11 @@ class ShmPublisher(StagedPublisher[SnapshotFile]):
             weights, snapshot = self._waiting.pop(0)
             self._busy = True
         snapshot.commit(self.directory / _name(weights), snapshot.checksums(self._threads))
-        _replace(self.directory / HEAD, str(weights).encode())
+        await_room(
+            lambda: _replace(self.directory / HEAD, str(weights).encode()),
+            f"{self.directory}: the name of the newest weights",
+            stops=lambda: self._closed,
+        )
         with self._changed:
             if weights in self._files:
                 self._files.pop(weights).close()  # its name is the new one's

@@ -1,5 +1,6 @@
 """A row of metrics and histograms after every step, and sometimes a few trajectories as text."""
 
+import logging
 from pathlib import Path
 
 from evolver_async.config import Config
@@ -9,6 +10,8 @@ from evolver_async.model import policy
 from learner.diagnostics.samples import drop_oldest, write_samples
 from learner.diagnostics.step_result import StepResult
 from learner.state import LearnerState
+
+log = logging.getLogger(__name__)
 
 
 class StepRows:
@@ -38,13 +41,10 @@ class StepRows:
         of the step before. Times of reporting and of checkpoints are in the next row, because they
         end after this one.
         """
-        metrics = self.config.metrics
-        path = self.run_dir / "samples" / f"step_{state.take:06d}.jsonl"
-        if outcome.data is not None and metrics.samples and take % metrics.samples_every == 0:
-            write_samples(path, self.tokenizer, outcome.data, metrics.samples)
-            drop_oldest(path.parent, metrics.samples_bytes)
-        else:
-            path.unlink(missing_ok=True)  # of a lineage that the run has left
+        try:
+            self._write_samples(state, take, outcome)
+        except OSError as error:  # a full disk costs the samples, and not the run
+            log.warning("no samples of step %d: %s", state.take, error)
         if outcome.histograms:
             self.metrics.log_histograms(state.take, outcome.histograms)
         self.metrics.progress = state.progress()
@@ -64,3 +64,12 @@ class StepRows:
                 **outcome.rates(passed),
             },
         )
+
+    def _write_samples(self, state: LearnerState, take: int, outcome: StepResult) -> None:
+        metrics = self.config.metrics
+        path = self.run_dir / "samples" / f"step_{state.take:06d}.jsonl"
+        if outcome.data is not None and metrics.samples and take % metrics.samples_every == 0:
+            write_samples(path, self.tokenizer, outcome.data, metrics.samples)
+            drop_oldest(path.parent, metrics.samples_bytes)
+        else:
+            path.unlink(missing_ok=True)  # of a lineage that the run has left

@@ -144,7 +144,7 @@ class Models:
             return probe.ProbedWeights(source, within(self.model, measure))
 
     def save_tensors(self, directory: Path) -> None:
-        """Write all tensors; returns when every rank has written its part."""
+        """Write this rank's part of all tensors."""
         modules, optimizers = {"model": self.model}, {"optimizer": (self.model, self.optimizer)}
         if self.reference is not None:
             modules["reference"] = self.reference
@@ -152,7 +152,6 @@ class Models:
             modules["critic"] = self.critic.module
             optimizers["critic_optimizer"] = self.critic.module, self.critic.optimizer
         save_tensors(directory, modules, optimizers, rank=self.ranks.rank, ranks=self.ranks.count)
-        self.ranks.gather(b"")
 
     def restore_tensors(self, directory: Path) -> None:
         """Replace all tensors by those of a checkpoint.

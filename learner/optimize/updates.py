@@ -165,6 +165,7 @@ class Stepper:
                 ended = minibatch, known, kl
                 clear(moves)
                 break
+            self.models.ranks.progress.updated = True
             with self.timers("optimizer"):
                 if max_cosine < 1:
                     terms["loss/grad_cosine"], grads = align(self.models.optimizer, max_cosine)

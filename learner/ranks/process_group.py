@@ -39,7 +39,7 @@ from evolver_async.schema import Array
 from evolver_async.weights.collective.process_group import environment, gpu_id
 from learner.data.batch import MicroBatch, Minibatch
 from learner.data.layout import Layout
-from learner.progress import StepProgress
+from learner.progress import StepAbandoned, StepProgress
 
 T = TypeVar("T")
 
@@ -103,8 +103,13 @@ class Ranks:
             yield taken[self.rank] if self.rank < len(taken) else None
 
     def passes(self, micros: Iterator[MicroBatch]) -> Iterator[MicroBatch | None]:
-        """Yield this rank's share of micro-batches as `share` does, and count those done."""
+        """Yield this rank's share of micro-batches as `share` does, and count those done.
+
+        StepAbandoned on all ranks before one of them if the first rank stops within a step.
+        """
         for micro in self.share(micros):
+            if self.largest(int(self.progress.abandons())):
+                raise StepAbandoned
             yield micro
             if micro is not None:
                 tokens = micro.tokens_BT.numel()

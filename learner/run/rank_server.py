@@ -16,11 +16,14 @@ from evolver_async.config import Config, ConfigError
 from evolver_async.config.sections.channel import leaves_host
 from evolver_async.lineages import Fork
 from evolver_async.metrics.writer import Timers
+from evolver_async.process.garbage import give_back_memory
 from evolver_async.process.setup import RoleArgs
 from evolver_async.protocol.trajectories import Parcel, unwrap, wrap
+from evolver_async.room import lacks_room
 from evolver_async.schema import Group, Kind, Task, WeightId
 from evolver_async.weights.channel.source import WeightSource
 from learner.diagnostics.step_result import StepResult
+from learner.progress import StepAbandoned
 from learner.ranks.process_group import Ranks, join
 from learner.schedule import Stages
 from learner.state import LearnerState
@@ -161,6 +164,7 @@ def attend(config: Config, run_dir: Path, ranks: Ranks) -> int:
     """Run a rank until the first one ends it; only the first reacts to signals."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    give_back_memory()
     follow(Updater(config, run_dir, Timers(), ranks), Stages(config), ranks)
     return 0
 
@@ -171,14 +175,20 @@ def _make(updater: Updater, stage: Config, call: RankCall) -> None:
         case "begin_stage" | "ensure_reference" as method:
             getattr(updater, method)(stage, call.stage)
         case "save":
-            updater.save(Path(call.path), call.state)
+            try:
+                updater.save(Path(call.path), call.state)
+            except OSError as error:  # the first rank tries again
+                if not lacks_room(error):
+                    raise
         case "published":
             for _ in updater.published().parts():
                 pass
         case "rl" | "dpo" as method:
-            getattr(updater, method)(stage, groups, call.state, call.forks, call.steps)
+            with suppress(StepAbandoned):
+                getattr(updater, method)(stage, groups, call.state, call.forks, call.steps)
         case "sft":
-            updater.sft(stage, groups, call.state, call.steps)
+            with suppress(StepAbandoned):
+                updater.sft(stage, groups, call.state, call.steps)
         case method:
             raise ValueError(f"unknown call {method}")
 

@@ -223,7 +223,11 @@ def test_the_last_lines_say_how_it_ended_and_what_comes_next(run_dir: Path) -> N
     said = runs.summary(run_dir, runs.end(run_dir, 0))
     assert any(line.endswith(" stages.0.steps=10 stages.0.until_success=…") for line in said)
     said = runs.summary(run_dir, runs.end(run_dir, 130))
-    assert said[0].startswith("stopped at step 5")
+    assert said[0].startswith("stopped at step 5") and not any("not saved" in one for one in said)
+    save(run_dir / "checkpoints", 3, lambda path: None, run_id="earlier", keep=2)
+    for code in (130, 1):
+        said = runs.summary(run_dir, runs.end(run_dir, code))
+        assert any(one.startswith("not saved: the last 2 steps") for one in said)
     assert said[-1] == f"continue: evolver-async train --resume {run_dir}"
     (run_dir / "logs").mkdir()
     moment = "2026-01-01 12:00:00,123"

@@ -29,12 +29,16 @@ from evolver_async.schema import Group, WeightId
 from evolver_async.transport.dealer import DealerClient
 from evolver_async.transport.in_process import LocalClient, LocalServer
 from evolver_async.weights.shm import ShmPublisher
+from learner import train
 from learner.diagnostics.step_result import StepResult
 from learner.diagnostics.step_rows import StepRows
 from learner.main import build
+from learner.progress import StepProgress
 from learner.run.evaluations import EvaluationTracker, Standstill
 from learner.schedule import Stages
+from learner.stage_steps import train_take
 from learner.state import LearnerState, PendingEvaluation
+from learner.step import Updater
 from learner.train import Learner
 from tests.support.killed_runs import Run
 
@@ -156,6 +160,37 @@ def test_a_run_that_has_nothing_to_train_on_says_so(tmp_path: Path, stages: str)
     config, run_dir = prepared(tmp_path, selection, f"stages=[{stages}]", "learner.lr=0")
     with pytest.raises(TrainingError, match="2 steps in a row had nothing to train on"):
         run(config, run_dir)
+
+
+def test_a_stop_within_a_step_leaves_the_step_to_a_resume(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stopped_in_the_second(updater: Updater, stages: Stages, state: LearnerState, *data: Any):
+        updater.ranks.progress.stops = lambda: state.take == 1
+        return train_take(updater, stages, state, *data)
+
+    weights = []
+    for name in ("whole", "stopped"):
+        (tmp_path / name).mkdir()
+        config, run_dir = prepared(tmp_path / name, "checkpoint.every=1")
+        if name == "stopped":
+            with monkeypatch.context() as patched:
+                patched.setattr(train, "train_take", stopped_in_the_second)
+                assert run(config, run_dir) == STOPPED
+            assert state_of(run_dir)["take"] == 1
+        assert run(config, run_dir) == 0
+        newest, _ = load_newest(run_dir / "checkpoints", run_dir.name)
+        weights.append((newest / "model.safetensors").read_bytes())
+    assert weights[0] == weights[1]
+
+
+def test_a_step_with_an_update_is_finished() -> None:
+    progress = StepProgress(stops=lambda: True)
+    assert not progress.abandons(), "outside of a step nothing is abandoned"
+    progress.begin(3)
+    assert progress.abandons()
+    progress.updated = True
+    assert not progress.abandons()
 
 
 def test_a_supervised_step_between_empty_ones_has_something_to_train_on(tmp_path: Path) -> None:

@@ -1,14 +1,12 @@
 """Disk as the journal sees it: its lock, free space, syncs, and errors that mean no room."""
 
-import errno
 import fcntl
 import os
 from pathlib import Path
 from typing import TextIO
 
 from evolver_async.buffer.log.quarantine import JournalError
-
-NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+from evolver_async.room import NO_ROOM
 
 
 class DiskFull(RuntimeError):

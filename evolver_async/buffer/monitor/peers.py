@@ -124,6 +124,11 @@ class Peer(msgspec.Struct):
         return "stuck", now - max(self.moved_at, self.busy_at)
 
     @property
+    def worked_at(self) -> float:
+        """Time at which it was last heard of, or worked by its heartbeats."""
+        return max(self.seen, self.moved_at, self.busy_at)
+
+    @property
     def phase(self) -> str:
         """The activity that its last heartbeat names, "" without one."""
         return self.beat.phase[:REASON_CHARS] if self.beat is not None else ""
@@ -155,7 +160,8 @@ class Activity:
     of actors that were restarted, or forgotten for good: totals never fall. A silent actor is not
     missed any more, but its reports are kept, as it may come back and report the same totals.
     `granted`: time of the first ticket. `data_from`: members that were done when the learner began
-    to wait for its take; `data_s`: the seconds for which it waited for its last take.
+    to wait for its take; `data_s`: the seconds for which it waited for its last take. `step_s`:
+    the longest step that a heartbeat told of.
     """
 
     def __init__(self, began: float = 0.0) -> None:
@@ -166,6 +172,7 @@ class Activity:
         self.granted: float | None = None
         self.data_from = 0
         self.data_s = 0.0
+        self.step_s = 0.0
         self.metrics: dict[str, None] = {}  # names, in the order of their first report
         self.departed: dict[str, float] = {}
         self.departed_tokens = 0
@@ -192,6 +199,7 @@ class Activity:
             begins = known is None or (before and beat.incarnation > before.incarnation)
             peer.joining = peer.joining or bool(begins)
         peer.take_in(beat, now)
+        self.step_s = max(self.step_s, beat.step_s)
         if beat.role == "learner" and self.learner is None:
             self.learner = name
         return ""
@@ -289,7 +297,8 @@ class Activity:
         self.served(name, "lease")
 
     def alive(self, now: float, within_s: float) -> int:
-        """Number of actors heard within so many seconds that have not announced their end."""
+        """Number of actors that were heard, or worked by their heartbeats, within so many seconds,
+        and have not announced their end."""
         return sum(self._here(name, now, within_s) for name in self.actors)
 
     def asking(self, now: float, within_s: float) -> set[str]:
@@ -300,7 +309,7 @@ class Activity:
 
     def _here(self, name: str, now: float, within_s: float) -> bool:
         peer = self.peers[name]
-        return not peer.left and now - peer.seen <= within_s
+        return not peer.left and now - peer.worked_at <= within_s
 
     def generated(self) -> int:
         """Tokens that all actors have sampled, as far as reported."""

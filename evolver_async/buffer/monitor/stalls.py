@@ -17,6 +17,9 @@ from evolver_async.buffer.state.replay import Replay
 
 REPEAT_S = 60.0  # until a stall is logged again, doubled each time
 REPEAT_LIMIT_S = 960.0
+ALERT_STEPS = 3  # a process may wait for so many of the run's longest steps without an alert
+ALERT_PAUSE_S = 3600.0  # between two alerts of one process
+LIFE = "life"  # of what a silent or stuck process has none
 STANDSTILL_S = 3.0  # between two calls of `lines`, past which nobody could be heard meanwhile
 WAITS = {"sample": "waits for fresh data: "}
 PARKED_S = 6.0  # a parked LEASE may speak of weights that its sender has replaced since
@@ -172,7 +175,7 @@ class Stalls:
         self._logged: dict[tuple[str, str], tuple[Stall, float, float]] = {}
         self.busy: list[BusyProcess] = []  # of the last `find`
         self._busy: dict[tuple[str, str], None] = {}  # said to be so
-        self._begun: list[Stall] = []  # since the last `drain`
+        self._alerted: dict[str, float] = {}  # time of the last alert, by process
         self._longest: dict[tuple[str, str], float] = {}  # since the last `counters`
         self._sought_at, self._any = -math.inf, False  # by the last `find`
         self._asked_at, self._skipped = math.inf, False  # the last call of `lines`
@@ -201,8 +204,6 @@ class Stalls:
         found = {(stall.who, stall.about): stall for stall in self.find(now)}
         lines = []
         for place, stall in found.items():
-            if place not in self._logged:
-                self._begun.append(stall)
             _, due, pause_s = self._logged.get(place, (stall, now, REPEAT_S))
             if now >= due:
                 lines.append(stall.text)
@@ -218,10 +219,28 @@ class Stalls:
                 lines.append(f"{stall.who} goes on after {stall.for_s:.0f} s: {stall.what}")
         return lines
 
-    def drain(self) -> list[Stall]:
-        """Return the stalls that `lines` has found first since the last call."""
-        begun, self._begun = self._begun, []
-        return begun
+    def alert(self, now: float, step_s: float) -> tuple[str, str] | None:
+        """Return title and text of the alert that what `lines` has found calls for, if any.
+
+        All that is found at once has one cause, and one alert: of a process that is not heard or
+        stuck at once, of one that waits after ALERT_STEPS of the run's longest step, `step_s`. A
+        process has no further one for ALERT_PAUSE_S.
+        """
+        found = [
+            stall
+            for stall, *_ in self._logged.values()
+            if stall.about == LIFE or stall.for_s > ALERT_STEPS * step_s
+        ]
+        fresh = [
+            one for one in found if now - self._alerted.get(one.who, -math.inf) > ALERT_PAUSE_S
+        ]
+        if not fresh:
+            return None
+        first = min(fresh, key=lambda stall: (stall.about != LIFE, -stall.for_s))
+        others = {stall.who for stall in fresh} - {first.who}
+        self._alerted |= dict.fromkeys((first.who, *others), now)
+        more = f"; and {len(others)} more processes" if others else ""
+        return f"stall of {first.who}", f"{first.text}{more}"
 
     def counters(self, now: float) -> dict[str, float]:
         """Count the stalls since the last call; give the longest of them in seconds.

@@ -156,6 +156,7 @@ class StatusReport:
             "stalled": [
                 {
                     "who": stall.who,
+                    "about": stall.about,
                     "what": stall.what[:TEXT_CHARS],
                     "for_s": stall.for_s,
                     "silent": stall.silent,
@@ -222,6 +223,7 @@ class StatusReport:
         `phase` data: `done` of `needed` members have arrived; else a phase of its computations,
         whose passes are done to `share`. `for_s`: seconds so far of either, `eta_s` the rest of
         them by the pace so far, None without one. `data_s`: of the wait for the step's data.
+        `still_s`: since the learner last worked; `longest_s`: of its longest step.
         """
         activity = self.activity
         if activity.learner is None:
@@ -235,6 +237,8 @@ class StatusReport:
             "for_s": 0.0,
             "eta_s": None,
             "data_s": activity.data_s,
+            "still_s": now - peer.worked_at,
+            "longest_s": activity.step_s,
             "done": 0,
             "needed": 0,
             "micro_batches": 0,
@@ -339,7 +343,7 @@ class StatusReport:
             "trajectories_per_s": trajectories,
             "tokens_per_s": tokens,
             "phase": peer.phase,
-            "seen_s_ago": now - peer.seen,
+            "seen_s_ago": now - max(peer.seen, peer.beat_at),
             "leases": leases,
             "doing": peer.doing[0][:TEXT_CHARS] if peer.doing and leases else "",
             "error": error[:TEXT_CHARS],
@@ -349,13 +353,13 @@ class StatusReport:
     def _peer_state(self, name: str, leases: int, now: float) -> str:
         """The state of an actor: left, silent, behind, working, waiting or idle.
 
-        silent: not heard for longer than a lease lasts. behind: it plays nothing since its weights
-        are too old.
+        silent: neither heard nor at work for longer than a lease lasts. behind: it plays nothing
+        since its weights are too old.
         """
         peer = self.activity.peers[name]
         if peer.left:
             return "left"
-        if now - peer.seen > self.lease_s:
+        if now - peer.worked_at > self.lease_s:
             return "silent"
         if leases:
             return "working"

@@ -41,8 +41,9 @@ class MemberLease(msgspec.Struct):
 class Leases:
     """All leases and all vacant members.
 
-    A lease lasts `lease_s`; it is renewed only if its progress counter has moved within `stall_s`,
-    or a finished member was turned away because the disk is full.
+    A lease lasts `lease_s`; it is renewed, by RENEW or a heartbeat that shows work, only if its
+    progress counter has moved within `stall_s`, or a finished member was turned away because the
+    disk is full.
     `playing`: leased members.
     """
 
@@ -131,6 +132,15 @@ class Leases:
             else:
                 lease.deadline = now + self.lease_s
         return lost
+
+    def work(self, peer: str, now: float) -> None:
+        """Extend the leases of a process whose heartbeats show work: a forward holds its RENEW up.
+
+        A ticket without progress for `stall_s` is left to its deadline.
+        """
+        for lease in self.of_peer(peer):
+            if now - lease.progress_at < self.stall_s:
+                lease.deadline = max(lease.deadline, now + self.lease_s)
 
     def note(self, peer: str, doing: dict[int, str], still_s: dict[int, float], now: float) -> None:
         """Note the activity of the slowest members of these groups, and its duration."""

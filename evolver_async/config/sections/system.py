@@ -65,8 +65,12 @@ class LaunchConfig:
     backoff_s: float = 1.0  # before the first restart, doubled each time
     # failed episodes in a row, beyond those in play, that end the run if no group finishes; 0: none
     max_failures: int = 200
-    # wait after a signal to stop, and after the last progress of a checkpoint, before a kill
+    # wait after a signal to stop, and after the learner's last progress, before a kill
     drain_s: float = 20.0
+    # time without progress and without use of a processor, or without an answer, after which an
+    # actor or the buffer is killed and started again; 0: never
+    hung_s: float = 300.0
+    hung_learner_s: float = 0.0  # the same of the learner, whose own functions may wait for others
     gpus: GpusConfig = field(default_factory=GpusConfig)
     ray: RayConfig = field(default_factory=RayConfig)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import socket
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -35,6 +36,10 @@ class Publisher(Protocol):
     ) -> None:
         """Make `tensors` the head. Blocks no longer than copying them takes; the caller may change
         them after `copied`. `retain` keeps them until `release`, however many newer ones come."""
+        ...
+
+    def heed(self, stops: Callable[[], bool], tell: Callable[[str], object]) -> None:
+        """Set what ends a wait for disk space, and what is told of it (see `room.await_room`)."""
         ...
 
     def copied(self) -> None:

@@ -7,11 +7,13 @@ thread    visible versions    staged versions    a version that is due     `publ
 """
 
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Generic, TypeVar
 
 from torch import Tensor
 
+from evolver_async.room import await_room, lacks_room
 from evolver_async.schema import WeightId
 from evolver_async.weights.channel.layout import Layout
 from evolver_async.weights.channel.snapshot import WeightSnapshot
@@ -40,6 +42,10 @@ class StagedPublisher(Generic[S]):
         self._error: Exception | None = None
         self._closed = False
         self._changed = threading.Condition()
+        self.heed(lambda: False, lambda _: None)
+
+    def heed(self, stops: Callable[[], bool], tell: Callable[[str], object]) -> None:
+        self._stops, self._tell = stops, tell
 
     def publish(
         self, weights: WeightId, tensors: dict[str, Tensor] | WeightSource, retain: bool = False
@@ -53,8 +59,17 @@ class StagedPublisher(Generic[S]):
             spare.discard()
             spare = None
         try:
-            snapshot = self._buffer(source.layout) if spare is None else spare
+            snapshot = spare
+            if snapshot is None:
+                snapshot = await_room(
+                    lambda: self._buffer(source.layout),
+                    f"{self.address}: a version of the weights",
+                    stops=self._stops,
+                    tell=self._tell,
+                )
         except OSError as error:
+            if lacks_room(error):
+                raise
             self._fail(error)
             self._raise_error()
             raise

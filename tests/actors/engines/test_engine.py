@@ -1,8 +1,10 @@
 """The torch engine keeps what `engine_conformance` asks, on several architectures, and its own."""
 
 import asyncio
+import math
 from dataclasses import replace
 from itertools import chain
+from typing import Any
 
 import numpy as np
 import pytest
@@ -31,7 +33,7 @@ from actors.engines.base import Generation
 from actors.engines.decoding.fused import FusedDecoder
 from actors.engines.decoding.kv_slots import Slots
 from actors.engines.decoding.sampling import Draws, sample
-from actors.engines.torch_engine import TorchEngine
+from actors.engines.torch_engine import LEAST_TOKENS, TorchEngine
 from evolver_async.model.tiny import make_tokenizer
 
 TOKENIZER = make_tokenizer(256)
@@ -117,6 +119,29 @@ def rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     monkeypatch.setattr(Slots, "batch", counted)
     return found
+
+
+def test_a_slow_machine_gets_smaller_prefill_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens: list[int] = []
+    batch = Slots.batch
+
+    def counted(slots: Slots, chosen: np.ndarray, counts: np.ndarray) -> Any:
+        tokens.append(len(counts) * int(counts.max()))
+        return batch(slots, chosen, counts)
+
+    monkeypatch.setattr(Slots, "batch", counted)
+    s = settings("qwen3")
+    first, second = (request(s.prompt(60, seed), str(seed)) for seed in (5, 6))
+
+    async def in_turn(engine: TorchEngine) -> Generation:
+        await engine.generate(first)
+        tokens.clear()
+        return await engine.generate(second)
+
+    for forward_s, longest in ((math.inf, 60), (1e-9, LEAST_TOKENS)):
+        engine = s.engine(forward_s=forward_s)
+        s.check(second, run(engine, in_turn(engine)))
+        assert max(tokens) == longest
 
 
 @pytest.mark.parametrize("in_flight", ["keep", "keep_kv"])

@@ -445,9 +445,55 @@ def test_a_damaged_file_is_put_aside(
     content = bytearray(path.read_bytes())
     content[4096:40960] = random.Random(0).randbytes(36864)
     path.write_bytes(content)
+    for copy in (f"{FILE}.damaged", f"{FILE}.damaged-2"):
+        path.write_bytes(content)
+        again = open_pool()
+        assert len(again) == 0 and again.add([item(1)], "a", []) == 1
+        assert path.with_name(copy).read_bytes() == content and copy in again.store.damage
+        again.close()
+
+
+@pytest.mark.parametrize("place", ["content of 7", "w7x3", "vector", "embedder"])
+def test_a_row_that_the_disk_has_changed_is_left_out_and_told(
+    open_pool: Callable[..., ExperiencePool], tmp_path: Path, place: str
+) -> None:
+    path = tmp_path / "experience" / FILE
+    pool = open_pool()
+    for n in range(9):
+        pool.add([Item(f"w{n}x1 w{n}x2 w{n}x3", f"content of {n}", 1.0)], "a", ["t"])
+    before = contents(pool)
+    seventh = next(one for one in pool.entries.values() if one.content == "content of 7")
+    sought = seventh.when_vector.tobytes() if place == "vector" else place.encode()
+    pool.close()
+    whole = path.read_bytes()
+    at = whole.index(sought) + len(sought) - 1
+    path.write_bytes(whole[:at] + bytes([whole[at] ^ 0x81]) + whole[at + 1 :])
     again = open_pool()
-    assert len(again) == 0 and again.add([item(1)], "a", []) == 1
-    assert path.with_name(f"{FILE}.damaged").read_bytes() == content
+    kept = sorted(entry.content for entry in again.entries.values())
+    left = set() if place == "embedder" else {7}
+    assert kept == [f"content of {n}" for n in range(9) if n not in left]
+    assert f"{FILE}.damaged" in again.store.damage and path.with_name(f"{FILE}.damaged").exists()
+    again.close()
+    once = open_pool()
+    assert once.store.damage == "" and len(once) == len(kept)
+    assert place != "embedder" or contents(once) == before
+    once.close()
+
+
+def test_a_pool_without_checksums_gets_them(
+    open_pool: Callable[..., ExperiencePool], tmp_path: Path
+) -> None:
+    pool = open_pool()
+    pool.add([item(1)], "a", [])
+    before = contents(pool)
+    pool.close()
+    with contextlib.closing(sqlite3.connect(tmp_path / "experience" / FILE)) as database:
+        for table in ("facts", "entries", "solved"):
+            database.execute(f"ALTER TABLE {table} DROP COLUMN crc")
+    for _ in range(2):
+        again = open_pool()
+        assert contents(again) == before and again.store.damage == ""
+        again.close()
 
 
 def test_a_locked_file_is_not_taken_for_a_damaged_one(

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -17,6 +18,7 @@ from evolver_async.checkpoint.directory import load_newest, valid
 from evolver_async.config import Config
 from evolver_async.config.load import load
 from evolver_async.errors import EVALUATION_LOST, STOPPED, TRAINING_ERROR, USER_ERROR
+from evolver_async.launch import supervisor as supervision
 from evolver_async.launch.child import Child, Handle, LocalSpawner
 from evolver_async.launch.local import run
 from evolver_async.launch.registry import CHECKS, PROCESSES, ROLES, resolve
@@ -468,6 +470,87 @@ def test_a_checkpoint_is_waited_for_as_long_as_it_moves(
     else:
         assert process.returncode == -signal.SIGKILL
         assert valid(tmp_path / "checkpoints") == []
+
+
+@pytest.mark.parametrize(
+    ("still_s", "longest_s", "ends"), [(0.0, 90.0, True), (60.0, 90.0, False), (0.0, 0.1, False)]
+)
+def test_a_stopped_learner_may_compute_for_some_of_its_steps(
+    still_s: float,
+    longest_s: float,
+    ends: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(supervision, "LOOK_S", 0.1)
+    monkeypatch.setattr(supervision, "COMPUTES_S", 0.5)
+    progress = {"step": 7, "phase": "forward", "still_s": still_s, "longest_s": longest_s}
+
+    class Answered(Supervisor):
+        async def status(self, timeout_s: float) -> dict[str, Any] | None:
+            return {"progress": progress}
+
+    config = Config()
+    config.launch.drain_s = 0.5
+    launcher = Answered(config, tmp_path, LocalSpawner(config, tmp_path, "ipc:///none", None))
+    slow = "signal.signal(signal.SIGTERM, lambda *_: (time.sleep(3), sys.exit(0)))"
+    process = python(f"import signal, sys, time\n{slow}\nprint(flush=True)\ntime.sleep(600)")
+    assert process.stdout is not None
+    process.stdout.readline()  # the handler is there
+    launcher.children.append(Child("learner", "learner", process, 0))
+    launcher.end()
+    assert process.returncode == (0 if ends else -signal.SIGKILL)
+    assert "computing step 7" in caplog.text or not ends
+
+
+SLEEPS = "import time; time.sleep(600)"
+
+
+def test_a_process_that_hangs_is_killed_at_the_second_look(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    launcher = supervisor(Config(), tmp_path)
+    for role, name in (("actor", "actor-0"), ("actor", "actor-1"), ("learner", "learner")):
+        launcher.children.append(Child(role, name, python(SLEEPS), 3))
+    hung = {"actor-0": 301.0, "actor-1": 299.0, "learner": 1000.0}
+    try:
+        launcher.end_hung(hung, 0.0)
+        launcher.end_hung({}, 6.0)  # it was none: the machine had been suspended
+        launcher.end_hung(hung, 12.0)
+        assert [child.poll() for child in launcher.children] == [None, None, None]
+        launcher.end_hung(hung, 18.0)
+        assert launcher.children[0].process.wait() == -signal.SIGKILL
+        assert [child.poll() for child in launcher.children[1:]] == [None, None]
+        assert "actor-0 has hung for 301 s" in caplog.text
+        launcher.config.launch.hung_learner_s = 900.0
+        launcher.end_hung(hung, 24.0)
+        launcher.end_hung(hung, 30.0)
+        assert launcher.children[2].process.wait() == -signal.SIGKILL
+    finally:
+        for child in launcher.children:
+            child.process.kill()
+            child.process.wait()
+
+
+def test_a_stopped_buffer_hangs_and_one_that_computes_does_not(tmp_path: Path) -> None:
+    launcher = supervisor(Config(), tmp_path)
+    busy = python("while True: pass")
+    child = Child("buffer", "buffer", busy, 0)
+    launcher.children.append(child)
+    try:
+        assert launcher.lifeless(None, 400.0) == {}
+        time.sleep(1.0)
+        wait_for(lambda: launcher.lifeless(None, 400.0) == {}, "it computes")
+        busy.send_signal(signal.SIGSTOP)
+        wait_for(lambda: launcher.lifeless(None, 400.0) == {"buffer": 400.0}, "it is stopped")
+    finally:
+        busy.kill()
+        busy.wait()
+    assert launcher.lifeless(None, 400.0) == {}
+    stall = {"who": "actor-0", "for_s": 7.0, "about": "life"}
+    status = {"stalled": [stall, stall | {"who": "actor-1", "about": "groups"}]}
+    assert launcher.lifeless(status, 0.0) == {"actor-0": 7.0}
 
 
 def test_a_rank_that_stumbles_on_its_way_out_undoes_no_finished_run() -> None:

@@ -14,8 +14,10 @@ from hypothesis import strategies as st
 
 from evolver_async.buffer.actor_requests import share
 from evolver_async.buffer.monitor.peers import START_S
+from evolver_async.buffer.monitor.stalls import LIFE
 from evolver_async.launch.child import innermost
 from evolver_async.metrics.alerts import ALERTS
+from evolver_async.metrics.tail import Tail
 from evolver_async.protocol import messages
 from evolver_async.protocol.envelope import SCHEMA_HASH
 from evolver_async.schema import WeightId
@@ -214,6 +216,23 @@ def in_step(world: World) -> None:
     assert world.sample(0)
 
 
+@pytest.mark.parametrize(
+    ("busy", "seconds", "held"), [(True, 36, True), (False, 36, False), (True, 60, False)]
+)
+def test_a_forward_longer_than_the_lease_keeps_it_within_the_time_of_a_stall(
+    world: World, busy: bool, seconds: int, held: bool
+) -> None:
+    buffer = world.service.store.leases
+    assert (buffer.lease_s, buffer.stall_s) == (10, 40)
+    world.lease(credit=2)
+    for _ in range(seconds):
+        beat(world, "actor-0", 7, busy)
+        world.pass_time(1.0)
+    status = world.service.status(world.now)["actors"]["actor-0"]
+    assert bool(status["leases"]) == held and status["seen_s_ago"] <= 1
+    assert (status["state"] == "silent") == (not busy)
+
+
 @pytest.mark.parametrize("peer", ["learner", "actor-0"])
 def test_a_process_that_moves_or_computes_is_not_stuck(world: World, peer: str) -> None:
     in_step(world)
@@ -255,6 +274,50 @@ def test_a_busy_process_is_logged_once_and_no_alert(
     said = [record.message for record in caplog.records if "learner" in record.message]
     assert said == ["learner is busy for 6 s in checkpoint"]
     assert not (tmp_path / ALERTS).exists()
+
+
+def titles(run_dir: Path) -> list[str]:
+    return [row["title"] for row in Tail(run_dir / ALERTS).rows()]
+
+
+def test_a_stall_is_one_alert_for_all_and_none_for_an_hour(world: World, tmp_path: Path) -> None:
+    world.service.run_dir = tmp_path
+    for peer in ("actor-0", "actor-1"):
+        world.lease(peer=peer)
+    keep_up(world, 8, "learner")
+    assert titles(tmp_path) == ["stall of actor-0"], "both are stopped by one cause"
+    for _ in range(20):  # they come and go
+        beat(world, "actor-0", 1, True)
+        beat(world, "actor-1", 1, True)
+        keep_up(world, 8, "learner")
+    assert titles(tmp_path) == ["stall of actor-0"]
+    world.pass_time(3600)
+    keep_up(world, 8, "learner")
+    assert len(titles(tmp_path)) == 2
+
+
+def test_a_wait_is_an_alert_after_some_of_the_longest_steps(world: World, tmp_path: Path) -> None:
+    world.service.run_dir = tmp_path
+    in_step(world)
+    beat(world, "learner", 1, True, step=1, step_s=8.0)
+    (ticket,) = world.lease()
+    for _ in range(20):
+        renew(world, ticket.group_id, 1, still_s=0.0)
+        beat(world, "learner", 2, True)
+        keep_up(world, 1, "learner")
+    assert "actor-0" in stalled(world) and titles(tmp_path) == []
+    for _ in range(16):
+        renew(world, ticket.group_id, 1, still_s=0.0)
+        beat(world, "learner", 3, True)
+        keep_up(world, 1, "learner")
+    assert titles(tmp_path) == ["stall of actor-0"]
+
+
+def test_a_status_tells_what_stands_still_from_what_waits(world: World) -> None:
+    world.lease()
+    keep_up(world, 8, "learner")
+    (found,) = world.service.status(world.now)["stalled"]
+    assert (found["who"], found["about"]) == ("actor-0", LIFE)
 
 
 def test_beats_of_an_earlier_process_do_not_hide_a_stuck_one(world: World) -> None:
