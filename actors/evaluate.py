@@ -2,6 +2,8 @@
 
 import asyncio
 import statistics
+import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,6 +26,7 @@ from evolver_async.checkpoint import history, shards
 from evolver_async.config import Config
 from evolver_async.config.load import stage_config
 from evolver_async.launch.run_directory import config_of
+from evolver_async.model import gguf
 from evolver_async.randomness import key
 from evolver_async.rewards import term_means
 from evolver_async.schema import Sampling, Task, Ticket, Trajectory, WeightId
@@ -49,7 +52,14 @@ def evaluate(
 
 def evaluate_model(config: Config, episodes: int) -> str:
     """Evaluate the untouched model of a recipe as `evaluate` does that of a checkpoint."""
-    return _evaluated(config, config.policy.path, episodes, None)
+    path = config.policy.path
+    if not path.endswith(gguf.SUFFIX):
+        return _evaluated(config, path, episodes, None)
+    with tempfile.TemporaryDirectory(prefix="evolver-gguf-") as held:
+        directory = Path(held) / "policy"
+        gguf.convert(Path(path), directory)
+        policy = replace(config.policy, path=str(directory))
+        return _evaluated(replace(config, policy=policy), path, episodes, None)
 
 
 def _evaluated(config: Config, name: str, episodes: int, weights: dict | None) -> str:

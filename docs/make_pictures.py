@@ -1,6 +1,7 @@
 """The pictures of the README, made from a run's directory.
 
 python docs/make_pictures.py runs/NAME    writes docs/panel.svg and docs/curve.svg
+python docs/make_pictures.py runs/NAME --curve arithmetic --tasks sums    docs/arithmetic.svg alone
 """
 
 import argparse
@@ -34,14 +35,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR")
     parser.add_argument("--out", type=Path, default=FOLDER, help="default: the folder of this file")
+    parser.add_argument("--curve", metavar="NAME", help="draw the curve alone, under this name")
+    parser.add_argument("--tasks", default="maps", help="what is held out (default %(default)s)")
     args = parser.parse_args()
     run_dir = args.run_dir
     rows = current_rows(Tail(run_dir / "metrics.jsonl").rows())
     measured = run_dir / EXACT
     exact = json.loads(measured.read_text()) if measured.exists() else None
     steps = sum(stage.steps for stage in load(run_dir / "config.yaml").stages)
-    draw_panel(View(run_dir.name, steps, exact), rows, args.out / "panel.svg")
-    (args.out / "curve.svg").write_text(curve(rows, exact, steps), encoding="utf-8")
+    if args.curve is None:
+        draw_panel(View(run_dir.name, steps, exact), rows, args.out / "panel.svg")
+    picture = curve(rows, exact, steps, args.tasks)
+    (args.out / f"{args.curve or 'curve'}.svg").write_text(picture, encoding="utf-8")
 
 
 def draw_panel(view: View, rows: list[dict[str, Any]], path: Path) -> None:
@@ -53,8 +58,10 @@ def draw_panel(view: View, rows: list[dict[str, Any]], path: Path) -> None:
     console.save_svg(str(path), title=f"evolver-async watch {view.name}", unique_id="panel")
 
 
-def curve(rows: list[dict[str, Any]], exact: dict[str, float] | None, steps: int) -> str:
-    """SVG of success by learner step: of training (moving average) and of evaluations."""
+def curve(
+    rows: list[dict[str, Any]], exact: dict[str, float] | None, steps: int, tasks: str
+) -> str:
+    """SVG of success by learner step: of training (moving average) and on held-out `tasks`."""
     train = [(row["step"], row["train/success"]) for row in rows if "train/success" in row]
     evals = sorted((row["step"], row["eval/success"]) for row in rows if "eval/success" in row)
     smooth = []
@@ -72,7 +79,7 @@ def curve(rows: list[dict[str, Any]], exact: dict[str, float] | None, steps: int
         parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{COLOURS["evaluation"]}"/>')
         parts.append(_text(x, y - 9, f"{success:.2f}", "middle", COLOURS["evaluation"]))
     parts.append(
-        _text(LEFT, 20, "success: evaluation on held-out maps", "start", COLOURS["evaluation"])
+        _text(LEFT, 20, f"success: evaluation on held-out {tasks}", "start", COLOURS["evaluation"])
     )
     parts.append(_text(LEFT + 260, 20, f"training, mean of {SMOOTHED} steps", "start", "#6c7a89"))
     body = "\n".join(parts)
@@ -96,7 +103,7 @@ def _axes(last: int) -> list[str]:
         y = _place(0, fifth / 5, last)[1]
         parts.append(f'<path d="M{LEFT} {y:.1f}H{WIDTH - RIGHT}" stroke="#e9ecef"/>')
         parts.append(_text(LEFT - 8, y + 4, f"{fifth / 5:.1f}", "end"))
-    for step in range(0, last + 1, max(1, round(last / 6 / 10) * 10)):
+    for step in range(0, last + 1, round(last / 60) * 10 or 5):
         parts.append(_text(_place(step, 0, last)[0], HEIGHT - BOTTOM + 18, str(step), "middle"))
     return [*parts, _text(WIDTH / 2, HEIGHT - 8, "learner step", "middle")]
 

@@ -74,7 +74,7 @@ HOMES: dict[str, tuple[str, ...]] = {
     "textual": ("evolver_async.dashboard.app",),
     "bokeh": ("evolver_async.report.plots",),
     "datasets": ("evolver_async.buffer.tasks.tables",),
-    "pyarrow": ("evolver_async.buffer.tasks.tables",),
+    "pyarrow": ("evolver_async.buffer.tasks.tables", "evolver_async.config.sampled_rows"),
     "omegaconf": ("evolver_async.config",),
     "msgpack": ("evolver_async.protocol.bounded",),
     "torch": (

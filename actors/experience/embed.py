@@ -1,7 +1,8 @@
 """Embedding of texts as vectors whose inner product is their similarity.
 
 Either by hashed n-grams of words, which need no model and are equal on every machine, or by a model
-in a local sentence-transformers directory (`actors/engines/embedder.py`).
+in a local sentence-transformers directory (`actors/engines/embedder.py`). Where a script writes no
+spaces between words, each character counts as one.
 """
 
 import importlib
@@ -15,7 +16,12 @@ from evolver_async.config import ExperienceConfig
 
 DIMENSIONS = 256
 NGRAM = 3  # words
-WORD = re.compile(r"\w+|[^\w\s]")
+# Thai, Lao, Myanmar, Khmer, kana, Han: the vowel signs of the first four are no \w, and stand alone
+SPACELESS = (
+    "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
+    "\U00020000-\U0003134f"
+)
+WORD = re.compile(rf"[{SPACELESS}]|[^\W{SPACELESS}]+|[^\w\s]")
 DEDUP_HASH, DEDUP_NEURAL = 0.95, 0.5  # texts with at least this cosine are duplicates
 
 
@@ -30,11 +36,16 @@ class Embedder(Protocol):
         ...
 
 
+def words_of(text: str) -> list[str]:
+    """Return the words of a text in lower case, and its punctuation marks."""
+    return WORD.findall(text.lower())
+
+
 class HashEmbedder:
     """Counts of hashed 1- to 3-grams of words, with signs, so that collisions cancel on average."""
 
     def __init__(self, dimensions: int = DIMENSIONS) -> None:
-        self.name = f"hash-{NGRAM}-{dimensions}"
+        self.name = f"ngrams-{NGRAM}-{dimensions}"
         self.dimensions = dimensions
 
     def embed(self, texts: list[str]) -> np.ndarray:
@@ -46,7 +57,7 @@ def embed(texts: list[str], dimensions: int = DIMENSIONS) -> np.ndarray:
     hashes: list[int] = []
     counts: list[int] = []
     for text in texts:
-        words = " ".join(WORD.findall(text.lower())).encode(errors="replace").split()
+        words = " ".join(words_of(text)).encode(errors="replace").split()
         spaced = [b" " + word for word in words]
         grams = list(map(zlib.crc32, words))
         before = len(hashes)

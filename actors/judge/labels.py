@@ -17,8 +17,8 @@ LINE_CHARS = 80  # limit of a line with a judgment
 _EMPHASIS = r"[ \t*_`]*"
 _BEGINS = re.compile(rf"[ \t>#-]*{_EMPHASIS}step +[0-9]+ +judge?ment", re.IGNORECASE)
 _VERDICT = re.compile(
-    rf"[ \t>#-]*{_EMPHASIS}step +([0-9]{{1,6}}) +judge?ment{_EMPHASIS}:{_EMPHASIS}(GOOD|BAD)"
-    rf"{_EMPHASIS}\.?{_EMPHASIS}",
+    rf"[ \t>#-]*{_EMPHASIS}step +([0-9]{{1,6}}) +judge?ment{_EMPHASIS}[:：]{_EMPHASIS}(GOOD|BAD)"
+    rf"{_EMPHASIS}[.。]?{_EMPHASIS}",
     re.IGNORECASE,
 )
 

@@ -1,6 +1,5 @@
 """Filters of candidates: a task needs a solution, must be new, and feasible when replayed."""
 
-import re
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
@@ -8,7 +7,7 @@ from dataclasses import dataclass, field
 import msgspec
 import numpy as np
 
-from actors.experience.embed import Embedder
+from actors.experience.embed import Embedder, words_of
 from actors.questioning.replay import ReplayedEpisode
 from actors.questioning.synthesize import Candidate
 from evolver_async.buffer.tasks.stream import MAX_BYTES
@@ -16,7 +15,6 @@ from evolver_async.randomness import key
 from evolver_async.schema import Task
 
 MAX_MAPS = 4096  # with remembered tasks; the buffer knows the ids of all tasks
-WORD = re.compile(r"\w+")
 
 # (task, actions, dynamics seed) → replay
 Play = Callable[[Task, list[str], int], Awaitable[ReplayedEpisode]]
@@ -72,7 +70,7 @@ class KnownTasks:
             return "known"
         if not task.query:
             return None
-        words = set(WORD.findall(task.query.lower()))
+        words = _vocabulary(task.query)
         if not words:
             return "empty"
         if any(jaccard(words, other) >= self.jaccard for other in others.words):
@@ -87,7 +85,7 @@ class KnownTasks:
         others.ids.add(task.task_id)
         if task.query:
             others.queries.append(task.query)
-            others.words.append(set(WORD.findall(task.query.lower())))
+            others.words.append(_vocabulary(task.query))
             others.vectors.append(self.embedder.embed([task.query])[0])
 
     def _of(self, explored: Task) -> _Map:
@@ -98,6 +96,11 @@ class KnownTasks:
         if len(self._maps) > MAX_MAPS:
             self._maps.popitem(last=False)
         return found
+
+
+def _vocabulary(query: str) -> set[str]:
+    """Return the different words of a query, without punctuation."""
+    return {word for word in words_of(query) if word[0].isalnum() or len(word) > 1}
 
 
 def _place(task: Task) -> int:

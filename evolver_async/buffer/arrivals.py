@@ -103,6 +103,12 @@ class Arrivals:
         return None
 
 
+def own_numbers(trajectory: Trajectory) -> dict[str, float]:
+    """Return the reward terms and the environment's own numbers, by the ends of their metrics."""
+    terms = {f"reward/{name}": value for name, value in trajectory.terms.items()}
+    return terms | {f"env/{name}": value for name, value in trajectory.metrics.items()}
+
+
 def _arrival(trajectory: Trajectory, tokens: int) -> records.Arrived:
     """Make the record of a trajectory with so many ACTION tokens."""
     size = 0
@@ -122,5 +128,5 @@ def _arrival(trajectory: Trajectory, tokens: int) -> records.Arrived:
         guided=guided,
         turns=len(trajectory.turn_rewards),
         sampled=ends(trajectory),
-        terms=trajectory.terms,
+        numbers=own_numbers(trajectory),
     )

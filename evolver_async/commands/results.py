@@ -10,6 +10,7 @@ from evolver_async.commands.recipes import recipe_path
 from evolver_async.config import ConfigError
 from evolver_async.config.load import load, load_written
 from evolver_async.config.paths import check_paths, with_absolute_paths
+from evolver_async.launch.creation import with_snapshot
 from evolver_async.launch.registry import check_wings, resolve
 from evolver_async.metrics import wandb_upload
 from evolver_async.metrics.wandb_process import online
@@ -43,6 +44,7 @@ def evaluate(args: argparse.Namespace) -> int:
             raise ConfigError("policy.path: is empty; name the model that is to be evaluated")
         check_paths(config)
         check_wings(config)
+        config = with_snapshot(config)
         print(resolve("eval_model")(config, args.episodes or config.eval.at_the_end))
     return 0
 

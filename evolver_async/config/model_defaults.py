@@ -2,15 +2,18 @@
 
 The defaults of the dataclasses are those of the tiny preset. With `policy.path` set, the keys below
 follow from the sizes of that model, unless the recipe or the command line names them. The layer
-depends on the model and on the recipe, not on the machine: a recipe resolves alike everywhere.
+depends on the model and on the recipe with its rows, not on the machine: a recipe resolves alike
+everywhere.
 """
 
 import textwrap
 from collections.abc import Collection, Iterator, Mapping
+from math import ceil
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from evolver_async.config import hub
+from evolver_async.config.sampled_rows import row_lengths
 from evolver_async.config.sections import Config
 from evolver_async.config.sections.run import SUPERVISED, PolicyConfig
 from evolver_async.config.shape import GGUF, DecoderShape, shape_of
@@ -28,9 +31,14 @@ LEAST_RATE, LARGEST_RATE = 1e-6, 5e-4
 ADAPTER_RATE = 1e-4
 SUPERVISED_FACTOR = 10  # demonstrations bear larger rates: SmolLM2 itself was tuned at 1e-3
 REPLY, OBSERVATION, PROMPT = 256, 128, 512  # tokens of a turn, of what follows it, of the first one
-CONTEXTS = (1024, 4096)  # tokens
+LONGEST_REPLY = 1024
+CONTEXTS, LEAST_CONTEXT = (1024, 4096), 256  # tokens, and where the lengths of prompts are known
+TEMPLATE, MARGIN = 64, 1.25  # tokens of a template's own; for prompts that a sample has missed
 KV_BYTES = 4 * GIB  # of all engines together
 ACTIVATION_BYTES = 4 * GIB  # of one pass of the learner
+# Of a pass with one row as long as the context: recomputing layers costs a third more time in every
+# pass, for rows that are rare.
+ROW_BYTES = 7 * GIB
 STATE_BYTES = 12  # of a trained parameter in a checkpoint: value and two moments
 LARGE_CHECKPOINT = 4 * GIB
 
@@ -87,16 +95,38 @@ def _has_model(policy: PolicyConfig) -> bool:
 
 def _lengths(config: Config, shape: DecoderShape | None, default: Any) -> int:
     """Default the tokens of a turn and of a context; return the latter."""
-    rollout, budget = config.rollout, config.learner.token_budget
+    rollout, budget, rows = config.rollout, config.learner.token_budget, row_lengths(config)
     turns = {"full": rollout.max_turns, "window": rollout.window + 1, "single": 1}[rollout.context]
-    wanted = PROMPT + min(turns, rollout.max_turns) * (REPLY + OBSERVATION)
-    longest = min(CONTEXTS[1], max(CONTEXTS[0], -(-wanted // 256) * 256))
-    why = f"{min(turns, rollout.max_turns)} turns of {REPLY} tokens and their prompts"
+    turns = min(turns, rollout.max_turns)
+    prompt, reply, why_reply = PROMPT, REPLY, "a reply in words is not cut"
+    if rows is not None:
+        prompt = TEMPLATE + ceil(MARGIN * rows.prompt)
+        if 2 * rows.answer > REPLY:
+            reply = min(LONGEST_REPLY, _upwards(2 * rows.answer, 64))
+            why_reply = f"twice the longest answer of {rows.rows} rows, {rows.answer} tokens"
+    played = (
+        reply if default("rollout.max_tokens", reply, why_reply) == reply else rollout.max_tokens
+    )
+    if rows is None:
+        wanted = _upwards(prompt + turns * (played + OBSERVATION), 256)
+        longest = min(CONTEXTS[1], max(CONTEXTS[0], wanted))
+        why = f"{turns} turns of {played} tokens and their prompts"
+    else:
+        later = turns * played + (turns - 1) * OBSERVATION
+        longest = max(LEAST_CONTEXT, min(CONTEXTS[1], _upwards(prompt + later, 64)))
+        longest = max(longest, _upwards(prompt + played, 64))
+        why = f"{turns} x {played} and prompts of {rows.prompt} tokens, in {rows.rows} rows"
     if shape is not None and 0 < shape.positions < longest:
         longest, why = shape.positions, "the model has no more positions"
     longest = default("policy.max_length", min(longest, budget or longest), why)
-    default("rollout.max_tokens", min(REPLY, max(1, longest // 2)), "a reply in words is not cut")
+    if reply > longest - min(prompt, longest // 2):
+        default("rollout.max_tokens", max(1, longest // 2), "half of policy.max_length")
     return longest
+
+
+def _upwards(count: float, step: int) -> int:
+    """Round up to a multiple of `step`."""
+    return ceil(count / step) * step
 
 
 def _sizes(config: Config, shape: DecoderShape, longest: int, default: Any) -> None:
@@ -108,7 +138,7 @@ def _sizes(config: Config, shape: DecoderShape, longest: int, default: Any) -> N
         count = default("actors.count", 1, "each holds the model and a KV cache")
     on_cpu = "cuda" not in learner.device
     kept = shape.layers * shape.activations * FLOAT
-    if on_cpu and kept * longest > ACTIVATION_BYTES:
+    if on_cpu and kept * longest > ROW_BYTES:
         why = f"a row of {longest} tokens would keep {kept * longest / GIB:.1f} GiB"
         default("learner.gradient_checkpointing", True, why)
         kept = shape.layers * shape.hidden * FLOAT

@@ -33,7 +33,8 @@ EVAL_METRICS = tuple(  # of an evaluation; those of its sets are eval/<set>/<nam
     for name in ("success", "reward_mean", "turns_mean", "episodes", "distinct", "version", "stage")
 )
 SET_METRIC = re.compile(
-    r"eval/[^/]+/((avg|best|reward_best)@\d+|reward_mean|turns_mean|episodes|distinct|reward/[\w.-]+)"
+    r"eval/[^/]+/((avg|best|reward_best)@\d+|reward_mean|turns_mean|episodes|distinct"
+    r"|(reward|env)/[\w.@-]+)"
 )
 
 BEST = {  # the best or the worst value beside the last one
@@ -55,7 +56,7 @@ BEST = {  # the best or the worst value beside the last one
 
 def evaluated(name: str) -> bool:
     """True if an evaluation or one of its sets can have the metric."""
-    known = name in EVAL_METRICS or name.startswith("eval/reward/")
+    known = name in EVAL_METRICS or name.startswith(("eval/reward/", "eval/env/"))
     return known or SET_METRIC.fullmatch(name) is not None
 
 

@@ -8,8 +8,9 @@ from evolver_async.schema import WeightId
 class SetResult(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
     """Result of a set of `eval.sets`; `best_*` are means over `tasks` with all `k` samples.
 
-    `distinct`: number of different tasks among the episodes; `terms`: mean of each reward term;
-    `lost`: episodes that could not be run, without which the averages are of other tasks.
+    `distinct`: number of different tasks among the episodes; `numbers`: mean of each reward term,
+    `reward/<name>`, and of each number of the environment's own, `env/<name>`; `lost`: episodes
+    that could not be run, without which the averages are of other tasks.
     """
 
     name: str
@@ -23,14 +24,15 @@ class SetResult(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields
     best_reward: float
     distinct: int
     lost: int = 0
-    terms: dict[str, float] = {}
+    numbers: dict[str, float] = {}
 
 
 class EvalResult(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
     """Result of an evaluation of exact weights over `episodes` held-out episodes and of `sets`.
 
-    `distinct`: number of different tasks among the episodes; `terms`: mean of each reward term;
-    `lost`: episodes that could not be run, without which the averages are of other tasks.
+    `distinct`: number of different tasks among the episodes; `numbers`: mean of each reward term,
+    `reward/<name>`, and of each number of the environment's own, `env/<name>`; `lost`: episodes
+    that could not be run, without which the averages are of other tasks.
     """
 
     weights: WeightId
@@ -41,5 +43,5 @@ class EvalResult(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_field
     turns_mean: float
     distinct: int
     lost: int = 0
-    terms: dict[str, float] = {}
+    numbers: dict[str, float] = {}
     sets: list[SetResult] = []

@@ -197,7 +197,7 @@ def _decisive(prefix: str, success: str, result: EvalResult | SetResult) -> dict
         f"{prefix}/{success}": result.success,
         f"{prefix}/reward_mean": result.reward_mean,
         f"{prefix}/turns_mean": result.turns_mean,
-        **{f"{prefix}/reward/{name}": value for name, value in result.terms.items()},
+        **{f"{prefix}/{name}": value for name, value in result.numbers.items()},
     }
 
 

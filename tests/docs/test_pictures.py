@@ -35,7 +35,12 @@ def test_panel_and_curve_show_the_run(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(sys, "argv", arguments)
     runpy.run_path(str(ROOT / "docs" / "make_pictures.py"), run_name="__main__")
 
-    for name, shown in (("panel", "4/4"), ("curve", "0.62")):
+    (tmp_path / "panel.svg").rename(tmp_path / "made.svg")
+    monkeypatch.setattr(sys, "argv", [*arguments, "--curve", "own", "--tasks", "sums"])
+    runpy.run_path(str(ROOT / "docs" / "make_pictures.py"), run_name="__main__")
+    assert not (tmp_path / "panel.svg").exists()
+
+    for name, shown in (("made", "4/4"), ("curve", "held-out maps"), ("own", "held-out sums")):
         text = (tmp_path / f"{name}.svg").read_text()
         minidom.parseString(text)
         assert shown in text, name

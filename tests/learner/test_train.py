@@ -213,7 +213,7 @@ class Bench:
         self.evaluations = EvaluationTracker(self.publisher, self.metrics, config)
 
     def rows(self) -> list[float]:
-        return [row["eval/success"] for row in rows(self.directory)]
+        return [row["eval/success"] for row in rows(self.directory) if "eval/success" in row]
 
 
 @pytest.fixture
@@ -242,6 +242,17 @@ def test_results_are_those_of_exact_weights_and_count_once(bench: Bench) -> None
         bench.evaluations.take_in(state, [result(2, 5, 0.75)], 0.0)
     assert bench.rows() == [0.75] and state.pending == []
     assert state.eval_success == 0.75
+
+
+def test_an_evaluation_has_reward_terms_and_the_environments_own_numbers(bench: Bench) -> None:
+    state = LearnerState(lineage=2, version=5)
+    bench.evaluations.ask(state, 0, 4)
+    found = msgspec.structs.replace(
+        result(2, 5, 0.5), numbers={"reward/exact": 0.5, "env/moves": 7}
+    )
+    bench.evaluations.take_in(state, [found], 0.0)
+    (row,) = rows(bench.directory)
+    assert (row["eval/reward/exact"], row["eval/env/moves"]) == (0.5, 7)
 
 
 def test_an_evaluation_that_lost_episodes_decides_nothing(bench: Bench) -> None:

@@ -32,7 +32,8 @@ class TaskScore(msgspec.Struct):
 class RunningSet(msgspec.Struct):
     """One set under way: sums over arrived episodes; `lost` ones could not be run.
 
-    `k`: samples of each task. `terms`: sum and count of each reward term. `scores`: by task, for
+    `k`: samples of each task. `numbers`: sum and count of each reward term and of each number of
+    the environment's own. `scores`: by task, for
     sets with a name. `contents`: hashes of the different tasks that were played.
     """
 
@@ -45,7 +46,7 @@ class RunningSet(msgspec.Struct):
     successes: int = 0
     reward: float = 0.0
     turns: int = 0
-    terms: dict[str, tuple[float, int]] = {}
+    numbers: dict[str, tuple[float, int]] = {}
     scores: dict[int, TaskScore] = {}
     contents: set[int] = set()
 
@@ -60,7 +61,7 @@ class RunningSet(msgspec.Struct):
         success: bool,
         reward: float,
         turns: int,
-        terms: dict[str, float],
+        numbers: dict[str, float],
     ) -> None:
         """Add an arrived episode."""
         self.arrived += 1
@@ -68,9 +69,9 @@ class RunningSet(msgspec.Struct):
         self.successes += success
         self.reward += reward
         self.turns += turns
-        for name, value in terms.items():
-            total, count = self.terms.get(name, (0.0, 0))
-            self.terms[name] = total + value, count + 1
+        for name, value in numbers.items():
+            total, count = self.numbers.get(name, (0.0, 0))
+            self.numbers[name] = total + value, count + 1
         if self.name == DECIDING:
             return
         if task not in self.scores:
@@ -95,7 +96,7 @@ class RunningSet(msgspec.Struct):
             best_reward=sum(score.reward for score in whole) / max(1, len(whole)),
             distinct=len(self.contents),
             lost=self.lost,
-            terms={name: total / count for name, (total, count) in self.terms.items()},
+            numbers={name: total / count for name, (total, count) in self.numbers.items()},
         )
 
 
@@ -141,7 +142,7 @@ class RunningEvaluation(msgspec.Struct):
             turns_mean=deciding.turns_mean,
             distinct=deciding.distinct,
             lost=deciding.lost,
-            terms=deciding.terms,
+            numbers=deciding.numbers,
             sets=others,
         )
 
@@ -197,11 +198,11 @@ class EvaluationQueue(msgspec.Struct):
         success: bool,
         reward: float,
         turns: int,
-        terms: dict[str, float],
+        numbers: dict[str, float],
     ) -> None:
         evaluation = self._of(weights)
         task = episode.task if episode is not None else 0
-        evaluation.of(_name(episode)).add(task, content, success, reward, turns, terms)
+        evaluation.of(_name(episode)).add(task, content, success, reward, turns, numbers)
         self._finish(evaluation)
 
     def lost(self, weights: WeightId, episode: SetEpisode | None) -> None:

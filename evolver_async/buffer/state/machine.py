@@ -144,7 +144,7 @@ class BufferState:
                 self.guidance.completed(held)
                 self._repeat_failed(held, successes)
         else:
-            facts = record.content, record.success, record.reward, record.turns, record.terms
+            facts = record.content, record.success, record.reward, record.turns, record.numbers
             self.evaluations.arrived(held.pinned, held.episode, *facts)
         if held.kind in UNTRAINED:
             reason = "explored" if held.pinned is None else "evaluated"

@@ -58,7 +58,7 @@ class Arrived(Record, tag="arrived"):
     guided: bool
     turns: int
     sampled: list[WeightId]
-    terms: dict[str, float] = {}
+    numbers: dict[str, float] = {}
 
 
 class Failed(Record, tag="failed"):

@@ -105,6 +105,21 @@ def test_alike_texts_are_nearer_than_others() -> None:
     assert base @ base == pytest.approx(1) and 0.5 < base @ near < 0.95 and base @ far < 0.3
 
 
+@pytest.mark.parametrize(
+    ("base", "near", "far"),
+    [
+        ("从第一行第二列向下走，不要向右", "从第一行第三列向下走，不要向右", "中午之前寄出发票"),
+        ("1行目の2列目から下に進む", "1行目の3列目から下に進む", "正午までに請求書を送る"),
+        ("ลงจากแถวหนึ่งคอลัมน์สอง", "ลงจากแถวหนึ่งคอลัมน์สาม", "ส่งใบแจ้งหนี้ก่อนเที่ยง"),
+    ],
+)
+def test_texts_without_spaces_are_compared_by_their_characters(
+    base: str, near: str, far: str
+) -> None:
+    first, second, third = embed([base, near, far])
+    assert first @ second > 0.6 and first @ third < 0.4
+
+
 # ---- configuration
 
 

@@ -174,6 +174,7 @@ def test_an_answer_of_another_form_gives_no_labels(text: str, reason: str) -> No
     [
         "**Step 1 Judgment:** GOOD\n**Step 2 Judgment: BAD**",
         "- Step 1 Judgment: good.\r\n- step 2 judgement: Bad",
+        "Step 1 Judgment：GOOD。\nStep 2 Judgment： BAD",
         f"<think>{said(BAD, BAD, BAD)}</think>\n{said(GOOD, BAD)}",
     ],
 )

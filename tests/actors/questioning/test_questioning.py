@@ -417,6 +417,13 @@ def objection(known: KnownTasks, task: Task) -> str | None:
     return known.objection(task, explored=task)
 
 
+def test_words_without_spaces_are_alike_or_not() -> None:
+    known = KnownTasks(0.8, 0.95, HashEmbedder())
+    add(known, made("给厨师买一个苹果和两个梨"))
+    assert objection(known, made("给厨师买两个梨和一个苹果。")) == "lexical"
+    assert objection(known, made("把剩下的都卖掉")) is None
+
+
 def test_what_is_empty_or_alike_is_no_task():
     known = KnownTasks(0.8, 0.95, HashEmbedder())
     first = made("buy one apple and two pears for the cook")

@@ -4,8 +4,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from buffer_world import World, config
+from buffer_world import World, config, trajectory
 
+from evolver_async.buffer.arrivals import own_numbers
 from evolver_async.buffer.stages import eval_sets_of, source_of
 from evolver_async.buffer.state.evaluations import EvaluationQueue, SetEpisode
 from evolver_async.buffer.tasks.source import held_out_task
@@ -68,14 +69,14 @@ def requested(k: int, tasks: int = 2) -> EvaluationQueue:
     for episode in (None, *(SetEpisode("set", n // k, 1.0) for n in range(tasks * k))):
         queue.granted(NEWEST, episode)
     assert queue.next() is None
-    queue.arrived(NEWEST, None, 5, True, 0.25, 7, {"exact": 0.5})
+    queue.arrived(NEWEST, None, 5, True, 0.25, 7, {"reward/exact": 0.5, "env/moves": 7.0})
     return queue
 
 
 def arrive(queue: EvaluationQueue, task: int, success: bool, reward: float, turns: int = 2) -> None:
-    terms = {"length": reward} | ({"exact": 1.0} if success else {})  # or it abstains
+    numbers = {"env/length": reward} | ({"reward/exact": 1.0} if success else {})  # or it abstains
     place = SetEpisode("set", task, 1.0)
-    queue.arrived(NEWEST, place, task % 2, success, reward, turns, terms)
+    queue.arrived(NEWEST, place, task % 2, success, reward, turns, numbers)
 
 
 def test_avg_counts_all_samples_and_best_the_best_of_each_task() -> None:
@@ -87,7 +88,7 @@ def test_avg_counts_all_samples_and_best_the_best_of_each_task() -> None:
     arrive(queue, 1, False, -3.5, turns=4)
     (result,) = queue.results
     assert (result.success, result.reward_mean, result.turns_mean) == (1.0, 0.25, 7.0)
-    assert result.terms == {"exact": 0.5}
+    assert result.numbers == {"reward/exact": 0.5, "env/moves": 7.0}
     assert result.sets == [
         SetResult(
             name="set",
@@ -100,9 +101,14 @@ def test_avg_counts_all_samples_and_best_the_best_of_each_task() -> None:
             best_success=0.5,
             best_reward=-0.75,
             distinct=2,
-            terms={"length": -1.5, "exact": 1.0},
+            numbers={"env/length": -1.5, "reward/exact": 1.0},
         )
     ]
+
+
+def test_an_episode_has_its_terms_and_the_environments_own_numbers(world: World) -> None:
+    one = trajectory(world.lease(credit=1)[0], 0, terms={"exact": 0.5}, metrics={"moves": 7.0})
+    assert own_numbers(one) == {"reward/exact": 0.5, "env/moves": 7.0}
 
 
 def test_numbers_with_the_same_task_count_once_as_distinct() -> None:

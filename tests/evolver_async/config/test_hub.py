@@ -1,6 +1,7 @@
 """Models of a hub: whole snapshots of the cache, downloads from a server of this test alone."""
 
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -10,6 +11,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+
+from evolver_async.model.policy import make_tiny
 
 COMMIT = "a" * 40
 FILES = {
@@ -100,3 +103,24 @@ def test_a_model_is_downloaded_once_if_that_is_allowed_and_named_by_its_commit(
         assert ask(tmp_path, endpoint, "org/name", how) == str(directory)
     (directory / "model.safetensors").unlink()
     assert ask(tmp_path, endpoint, "org/name", "cache").startswith("policy.path: ")
+
+
+@pytest.mark.process
+def test_a_bare_model_of_the_cache_is_evaluated(tmp_path: Path) -> None:
+    kept = tmp_path / "hub" / "models--org--tiny"
+    (kept / "refs").mkdir(parents=True)
+    (kept / "refs" / "main").write_text(COMMIT)
+    make_tiny(
+        kept / "snapshots" / COMMIT,
+        seed=0,
+        hidden_size=16,
+        layers=1,
+        heads=2,
+        intermediate_size=32,
+        max_length=64,
+    )
+    environment = {"HF_HOME": str(tmp_path), "PYTHONPATH": ":".join(sys.path), **os.environ}
+    model = ("policy.path=org/tiny", "policy.max_length=64", "--episodes", "1")
+    command = [sys.executable, "-m", "evolver_async.cli", "eval", "bandit", *model]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0 and f"{COMMIT}: success" in done.stdout, done.stderr
