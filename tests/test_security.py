@@ -381,6 +381,26 @@ def test_names_of_secrets_are_known() -> None:
         assert not looks_secret(name), name
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("DATABASE_URL", "postgres://someone:canary-words@db/one"),
+        ("SENTRY_DSN", "https://0123456789abcdef@o1.ingest.sentry.io/2"),
+        ("GITHUB_PAT", "canary-of-a-pat"),
+        ("CI_THING", "ghp_0123456789abcdef"),
+        ("ANYTHING", "sk-0123456789abcdef"),
+    ],
+)
+def test_a_variable_is_masked_for_its_name_or_for_the_shape_of_its_value(
+    name: str, value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, value)
+    monkeypatch.setenv("PLAIN_URL", "https://example.org/a@b")
+    assert mask(f"cannot reach {value}: https://example.org/a@b") == (
+        "cannot reach ***: https://example.org/a@b"
+    )
+
+
 def test_no_key_of_the_configuration_looks_secret_by_accident() -> None:
     config = to_dict(load(None, ["stages=[{steps: 1}]"]))
     assert without_secrets(config) == config

@@ -27,8 +27,11 @@ OPENING = re.compile(r"(\\*)\$\{")  # of an interpolation, with the backslashes 
 INDEX = re.compile(r"\[\d+\]")
 MENTIONED = re.compile(r"oc\.env:\s*([A-Za-z_]\w*)")
 SECRET = re.compile(  # the plurals `keys` and `tokens` alone count things
-    r"(^|_)(key|token|auth|authorization|bearer|cookie|credentials?|passphrase|passwd)$"
+    r"(^|_)(key|token|auth|authorization|bearer|cookie|credentials?|passphrase|passwd|dsn|pat)$"
     r"|(^|_)(api|access|auth|private)_?(key|token)s?$|(password|apikey)s?$|(^|_)secrets?(_|$)"
+)
+SHAPE = re.compile(  # a URL with a user's part, and tokens that say what they are
+    r"[a-zA-Z][\w+.-]*://[^/@\s]+@|(gh[a-z]_|github_pat_|glpat-|sk-|xox[a-z]-|hf_|pypi-|AKIA|eyJ)\w{8}"
 )
 
 _revealed: set[str] = set()  # variables that hold a secret, by their use and not by their name
@@ -60,7 +63,9 @@ def secret(name: str, key: str) -> str:
 def mask(text: str) -> str:
     """Replace the values of the environment's secrets in `text`, plain or encoded, by asterisks."""
     for name, value in os.environ.items():
-        if len(value) >= SHORTEST and (name in _revealed or looks_secret(name)):
+        if len(value) < SHORTEST:
+            continue
+        if name in _revealed or looks_secret(name) or SHAPE.match(value):
             for form in _forms(value):
                 if form in text:
                     text = text.replace(form, MASK)

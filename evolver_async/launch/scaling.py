@@ -2,6 +2,7 @@
 
 import logging
 import math
+import re
 from pathlib import Path
 
 from evolver_async.config import Config
@@ -13,6 +14,8 @@ AUTO = "auto"
 LEAST_STEPS = 3  # of the learner in a window
 BAND = 0.5  # share of the target below which an actor can go
 GROWTH = 2.0  # most by which one decision multiplies the actors
+
+COUNT = re.compile(r"[0-9]{1,5}")  # of actors, in the file
 
 log = logging.getLogger(__name__)
 
@@ -29,10 +32,11 @@ class ActorScaling:
         self.controller = WaitController(config.actors, Tail(run_dir / "metrics.jsonl"))
         self.count = config.actors.count
         self.said = AUTO
+        self.refused = ""  # content of the file that is no number of actors
 
     def wanted(self, now: float) -> int:
         """Return the wanted number at the time `now` in seconds."""
-        said = self.file.read_text(encoding="utf-8") if self.file.exists() else AUTO
+        said = self._said()
         if said != AUTO:
             count = int(said)
         elif self.said != AUTO and self.actors.adjustable:
@@ -47,6 +51,19 @@ class ActorScaling:
             log.info("actors: %d, before %d (%s)", count, self.count, cause)
         self.count, self.said = count, said
         return count
+
+    def _said(self) -> str:
+        """Return what the file says; `auto` without one, and what it said before if it is none."""
+        if not self.file.exists():
+            return AUTO
+        said = self.file.read_text(encoding="utf-8", errors="replace").strip()
+        if said == AUTO or (COUNT.fullmatch(said) and int(said)):
+            self.refused = ""
+            return said
+        if said != self.refused:
+            log.error("%s: must be a number from 1 or %s, is %r", self.file, AUTO, said[:80])
+            self.refused = said
+        return self.said
 
 
 class WaitController:

@@ -106,6 +106,19 @@ def test_what_scale_asks_for_holds_until_it_is_given_back(tmp_path: Path) -> Non
     assert scaling.wanted(5.0) == 5, "the controller goes on from there"
 
 
+@pytest.mark.parametrize("content", [b"", b"many", b"-3", b"0", b"1e3", b"9" * 5000, b"\xff\xfe"])
+def test_a_file_that_says_no_number_changes_nothing(tmp_path: Path, content: bytes) -> None:
+    scaling = ActorScaling(Config(), tmp_path)
+    (tmp_path / ACTORS).write_bytes(content)
+    assert scaling.wanted(0.0) == 2
+    scale(tmp_path, "5")
+    assert scaling.wanted(1.0) == 5
+    (tmp_path / ACTORS).write_bytes(content)
+    assert scaling.wanted(2.0) == 5
+    (tmp_path / ACTORS).write_bytes(b" 3\n")
+    assert scaling.wanted(3.0) == 3
+
+
 def test_steps_with_actors_that_were_asked_for_by_hand_do_not_count(tmp_path: Path) -> None:
     _, steps = controller(tmp_path / "metrics.jsonl")
     scaling = ActorScaling(Config(actors=ActorsConfig(max=8, scale_s=30.0)), tmp_path)
