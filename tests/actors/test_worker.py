@@ -22,6 +22,7 @@ from actors.engines.base import Generation, Request
 from actors.envs.adapters.service_client import drain
 from actors.postprocess import ActorComponents
 from actors.progress import TicketProgress, renewal
+from actors.rollout import episode
 from actors.worker import ActorReplaced
 from evolver_async.buffer.state.leases import Leases
 from evolver_async.config import StageConfig
@@ -440,17 +441,18 @@ def test_troubles_with_an_environment_service_are_told(run: Callable[..., None])
     }
 
 
-def test_an_engine_too_slow_for_an_episode_is_not_the_tasks_fault(
-    run: Callable[..., None],
+def test_an_engine_that_never_answers_is_not_the_tasks_fault(
+    run: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(episode, "HUNG_S", 50.0)  # beyond the 600 s of an episode
     buffer = Buffer((0.0, granted(length=100)))
-    run(buffer, Walker(pause_s=400.0), 700.0)
+    run(buffer, Walker(pause_s=10_000.0), 700.0)
     (release,) = buffer.seen(messages.Release)
     assert (release.members, release.reason) == ([0, 1], "engine")
 
 
 @pytest.mark.parametrize("kind", ["rollout", "eval", "demo"])
-@pytest.mark.parametrize("hangs", ["reset", "step", "close"])
+@pytest.mark.parametrize("hangs", ["reset", "step"])
 def test_an_environment_that_never_returns_gives_its_ticket_back(
     tmp_path: Path, kind: str, hangs: str
 ) -> None:
