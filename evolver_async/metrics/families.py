@@ -30,10 +30,13 @@ AXIS_OF = {family: axis for axis, families in FAMILIES.items() for family in fam
 
 EVAL_METRICS = tuple(  # of an evaluation; those of its sets are eval/<set>/<name>
     f"eval/{name}"
-    for name in ("success", "reward_mean", "turns_mean", "episodes", "distinct", "version", "stage")
+    for name in (
+        *("success", "reward_mean", "turns_mean", "episodes", "lost", "distinct", "version"),
+        "stage",
+    )
 )
 SET_METRIC = re.compile(
-    r"eval/[^/]+/((avg|best|reward_best)@\d+|reward_mean|turns_mean|episodes|distinct"
+    r"eval/[^/]+/((avg|best|reward_best)@\d+|reward_mean|turns_mean|episodes|lost|distinct"
     r"|(reward|env)/[\w.@-]+)"
 )
 

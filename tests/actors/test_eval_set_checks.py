@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -113,7 +114,12 @@ def test_few_lines_of_a_file_are_begun_however_many_have_parameters(
     file = tmp_path / "tasks.jsonl"
     file.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     begun: list[Task] = []
-    monkeypatch.setattr(prompts, "_check_first", lambda *given: begun.append(given[2]))
+
+    def begin(*given: Any) -> int:
+        begun.append(given[2])
+        return 7
+
+    monkeypatch.setattr(prompts, "_check_first", begin)
     prompts.check(load(None, [STAGE, policy(tmp_path, 512), f"tasks.path={file}"]))
     assert [task.split for task in begun] == ["train"] * 8 + ["test"] * 8
 
