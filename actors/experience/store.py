@@ -286,11 +286,6 @@ def _open(path: Path) -> sqlite3.Connection:
             raise sqlite3.DatabaseError(result)
         database.executescript(SCHEMA)
         database.create_function("checksum", -1, _checksum, deterministic=True)
-        for table, checksum in CHECKED.items():
-            columns = [column[1] for column in database.execute(f"PRAGMA table_info({table})")]
-            if "crc" not in columns:  # written before there were checksums
-                database.execute(f"ALTER TABLE {table} ADD COLUMN crc INTEGER")
-                database.execute(f"UPDATE {table} SET crc = {checksum}")
         database.commit()
     except BaseException:
         database.close()

@@ -6,7 +6,6 @@ import logging
 import shlex
 import sys
 from collections.abc import Sequence
-from itertools import chain
 from pathlib import Path
 
 from evolver_async.commands.checked import as_config_errors, run_directory
@@ -122,11 +121,11 @@ def _prepare(
         if begun is None:
             config, run_dir = create(given, recipe)
             held.enter_context(locked(run_dir))
-            lines = said(given, reasons)
+            texts = said(given, reasons)
             if given.policy.path:
-                texts = pace.time_texts(config, Pace.read(run_dir)), pace.memory_texts(config)
-                lines += pace.lines(chain(*texts))
-            return config, run_dir, lines
+                texts += pace.time_texts(config, Pace.read(run_dir))
+                texts += pace.memory_texts(config)
+            return config, run_dir, pace.lines(texts)
         held.enter_context(locked(begun))
         places = [one for one in dotlist if _names_place(one)]
         _warn_of_ignored(begun, [one for one in dotlist if one not in places])

@@ -6,7 +6,6 @@ depends on the model and on the recipe with its rows, not on the machine: a reci
 everywhere.
 """
 
-import textwrap
 from collections.abc import Collection, Iterator, Mapping
 from math import ceil
 from pathlib import Path
@@ -186,15 +185,12 @@ def count_text(parameters: float) -> str:
 
 
 def said(config: Config, reasons: Mapping[str, str]) -> list[str]:
-    """Return lines for the console: every key of the layer with its value and its reason."""
+    """Return the text for the console: every key of the layer with its value and its reason."""
     parts = []
     for key, why in reasons.items():
         section, _, name = key.partition(".")
         parts.append(f"{key}={getattr(getattr(config, section), name)} ({why})")
-    if not parts:
-        return []
-    text = f"for the model at hand: {', '.join(parts)}"
-    return textwrap.wrap(text, 100, subsequent_indent="  ", break_on_hyphens=False)
+    return [f"for the model at hand: {', '.join(parts)}"] if parts else []
 
 
 def large_rates(config: Config, stages: list[Config]) -> Iterator[str]:

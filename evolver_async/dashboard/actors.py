@@ -6,7 +6,8 @@ from rich.text import Text
 
 from evolver_async.buffer.monitor.failures import plain
 from evolver_async.dashboard.feed import RunSnapshot
-from evolver_async.dashboard.lines import DIM, GAP, duration, table, title, wrapped
+from evolver_async.dashboard.lines import DIM, GAP, table, title, wrapped
+from evolver_async.durations import duration
 
 STYLES = {
     "working": "green",

@@ -70,11 +70,3 @@ def beside(blocks: Sequence[list[Text]], widths: Sequence[int]) -> list[Text]:
             whole.append_text(part)
         found.append(whole)
     return found
-
-
-def duration(seconds: float) -> str:
-    """Format a duration in its largest unit."""
-    for unit, size in (("d", 86_400), ("h", 3600), ("min", 60)):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.0f} {unit}"
-    return f"{seconds:.0f} s"

@@ -10,6 +10,7 @@ from rich.text import Text
 from evolver_async.dashboard.feed import RunSnapshot
 from evolver_async.dashboard.lines import DIM, beside, title
 from evolver_async.dashboard.plots import PlotLine, curve, number, trailing_mean
+from evolver_async.durations import clock
 from evolver_async.results.table import MetricTable
 from evolver_async.schema import Array
 from evolver_async.watch import cells as texts
@@ -27,7 +28,7 @@ class PlotOptions:
     axis: str = "step"
 
     def x_label(self, value: float) -> str:
-        return texts.clock(value) if self.axis == "time_s" else number(value)
+        return clock(value) if self.axis == "time_s" else number(value)
 
 
 @dataclass(frozen=True)

@@ -5,31 +5,31 @@ The estimate is one of computations alone: replies as long as they may be, on pr
 nothing else, without the time of environments, judges and groups that are discarded.
 """
 
-import json
-import os
-import sys
 import textwrap
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
+
+import msgspec
 
 from evolver_async.config import Config
 from evolver_async.config.load import stage_config
 from evolver_async.config.model_defaults import OBSERVATION
 from evolver_async.config.shape import shape_of
+from evolver_async.durations import duration
 from evolver_async.files import write_whole
-from evolver_async.launch.run_directory import facts_of
+from evolver_async.launch.run_directory import record_of
 from evolver_async.memory.host import ADAPTER_RANK, available_bytes, uses_gpu
 from evolver_async.memory.plan import memory_plan
 from evolver_async.memory.units import gib
+from evolver_async.process.processors import processors
 
 FILE = "pace.json"
 LONG_STEP_S = 20.0  # from which on a step asks for less
 SAVED = 0.75  # share of the present step below which adapters are proposed
 
 
-@dataclass(frozen=True)
-class Pace:
+class Pace(msgspec.Struct, frozen=True):
     """Times of one model on one process of each kind, in seconds.
 
     `decode_s`: of one token of each of `rows` replies; `forward_s`, `backward_s`: of a
@@ -47,13 +47,12 @@ class Pace:
     prompt: int
 
     def write(self, run_dir: Path) -> None:
-        write_whole(run_dir / FILE, json.dumps(asdict(self)))
+        write_whole(run_dir / FILE, msgspec.json.encode(self).decode())
 
     @classmethod
     def read(cls, run_dir: Path) -> "Pace | None":
         """Return the pace that was timed for a run, None if none was."""
-        facts = facts_of(run_dir / FILE)
-        return None if facts is None else cls(**facts)
+        return record_of(run_dir / FILE, cls)
 
 
 @dataclass(frozen=True)
@@ -122,7 +121,8 @@ def step_estimate(config: Config, pace: Pace, cores: int = 0) -> StepEstimate | 
 
 def lines(texts: Iterable[str]) -> list[str]:
     """Return the lines of texts for a console."""
-    return [line for text in texts for line in textwrap.wrap(text, 100, subsequent_indent="  ")]
+    wrapper = textwrap.TextWrapper(100, subsequent_indent="  ", break_on_hyphens=False)
+    return [line for text in texts for line in wrapper.wrap(text)]
 
 
 def time_texts(config: Config, pace: Pace | None) -> Iterator[str]:
@@ -160,19 +160,3 @@ def memory_texts(config: Config) -> Iterator[str]:
             f"memory: {gib(plan.host)} at most, of {gib(available_bytes())} available"
             f" ({', '.join(parts)}, files of weights {gib(plan.shared)})"
         )
-
-
-def processors() -> int:
-    """Return the number of processors that this process may use."""
-    if sys.platform == "linux":
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
-def duration(seconds: float) -> str:
-    """Format seconds: 3.2 s, 48 s, 12 min, 3.5 h."""
-    if seconds < 10:
-        return f"{seconds:.2g} s"
-    if seconds < 100:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"

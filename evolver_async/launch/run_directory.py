@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
@@ -37,6 +37,9 @@ ORIGIN = "origin.json"
 LOCK = "lock"
 RUN = "run.json"
 NOTICE_CHARS = 300  # of a reason in the notice of a pause: STATUS cuts longer texts at their end
+
+
+R = TypeVar("R")
 
 
 class Origin(msgspec.Struct, frozen=True):
@@ -100,6 +103,14 @@ def facts_of(path: Path) -> dict[str, Any] | None:
     return facts if isinstance(facts, dict) else None
 
 
+def record_of(path: Path, kind: type[R]) -> R | None:
+    """Return the record of this kind in a file of JSON, None if there is none, or a torn one."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=kind)
+    except (FileNotFoundError, ValueError, RecursionError):
+        return None
+
+
 def address_of(run_dir: Path) -> str:
     """Return the recorded address of the buffer. Raises ConfigError if there is none."""
     try:
@@ -123,10 +134,7 @@ def record_origin(run_dir: Path, **facts: object) -> None:
 
 def origin_of(run_dir: Path) -> Origin | None:
     """Return the run that this one began from, None if it began by itself or its record is torn."""
-    try:
-        return msgspec.json.decode((run_dir / ORIGIN).read_bytes(), type=Origin)
-    except (FileNotFoundError, ValueError, RecursionError):
-        return None
+    return record_of(run_dir / ORIGIN, Origin)
 
 
 def pause(run_dir: Path, reason: str) -> None:

@@ -82,10 +82,3 @@ def number(value: float | None) -> str:
     if value == int(value) and abs(value) < 1e6:
         return str(int(value))
     return f"{value:.3f}" if abs(value) < 100 else f"{value:,.0f}"
-
-
-def clock(seconds: float) -> str:
-    """Format a duration as h:mm:ss or m:ss."""
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"

@@ -7,7 +7,7 @@ from typing import Any
 
 from evolver_async.buffer.monitor.failures import plain
 from evolver_async.buffer.monitor.stalls import BusyProcess
-from evolver_async.watch.cells import clock
+from evolver_async.durations import clock
 from evolver_async.watch.status import stalls_of
 
 FIRST_S = 30.0  # of a step, or of an evaluation, until its first line

@@ -14,11 +14,12 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from evolver_async.durations import clock
 from evolver_async.metrics.alarms import firing
 from evolver_async.metrics.lineages import RowKey, key_of, supersedes
 from evolver_async.protocol.failures import FailureTotal
 from evolver_async.watch import throughput
-from evolver_async.watch.cells import clock, eval_sets_of, mechanisms, number, played
+from evolver_async.watch.cells import eval_sets_of, mechanisms, number, played
 from evolver_async.watch.progress import StateLines, Status, first_eta, step_text
 from evolver_async.watch.status import failures_of, longest_stall, waits_of
 

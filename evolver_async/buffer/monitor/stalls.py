@@ -109,14 +109,14 @@ def _actors(
             yield BusyProcess(name, peer.phase, for_s)
         elif condition == "stuck":
             what = f"stuck in {peer.phase}: its count stands still, and it uses no processor"
-            yield Stall(name, "life", f"{what}; it holds {groups}", for_s)
+            yield Stall(name, LIFE, f"{what}; it holds {groups}", for_s)
         elif condition == "silent":
             what = f"holds {groups}"
             if peer.joining:
                 what = "has joined and asked for no ticket yet: it loads its model, or hangs"
             if peer.doing is not None:
                 what += f"; {now - peer.doing[1]:.0f} s ago {peer.doing[0]}"
-            yield Stall(name, "life", what, for_s, silent=True)
+            yield Stall(name, LIFE, what, for_s, silent=True)
 
 
 def _waiting(name: str, held: list[MemberLease], now: float, moved_at: float) -> Stall:
@@ -136,7 +136,7 @@ def _learner(
     at, name = replay.at, activity.learner or "learner"
     if activity.learner is None:
         if now - activity.began > max(warn_s, START_S):
-            yield Stall(name, "life", "it has not started yet", now - activity.began, silent=True)
+            yield Stall(name, LIFE, "it has not started yet", now - activity.began, silent=True)
         return
     peer = activity.peers[name]
     condition, for_s = peer.condition(now, warn_s)
@@ -158,11 +158,11 @@ def _learner(
         yield BusyProcess(name, peer.phase, for_s)
     elif condition == "stuck":
         what = f"stuck in {peer.phase}: its count stands still, and it uses no processor; {out}"
-        yield Stall(name, "life", what, for_s)
+        yield Stall(name, LIFE, what, for_s)
     elif condition == "silent":
         if peer.phase:
             out += f"; last heard in {peer.phase}"
-        yield Stall(name, "life", out, for_s, silent=True)
+        yield Stall(name, LIFE, out, for_s, silent=True)
 
 
 class Stalls:

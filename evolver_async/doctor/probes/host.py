@@ -11,6 +11,7 @@ from typing import Any
 
 from evolver_async.doctor.probes.result import ProbeResult
 from evolver_async.memory.units import gib
+from evolver_async.process.processors import processors
 
 LEAST_PYTHON = (3, 11)
 LEAST_SHM_BYTES = 64 << 20
@@ -23,8 +24,7 @@ def python() -> ProbeResult:
     import psutil
 
     memory = psutil.virtual_memory().total
-    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
-    summary = f"{platform.python_version()}, {cores} cores, {gib(memory)} of memory"
+    summary = f"{platform.python_version()}, {processors()} cores, {gib(memory)} of memory"
     return ProbeResult(sys.version_info >= LEAST_PYTHON, summary, {"memory_bytes": memory})
 
 

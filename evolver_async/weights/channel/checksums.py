@@ -8,7 +8,6 @@ The work is numpy's, which releases the interpreter and has no threads of its ow
 start a team for each thread that calls it.
 """
 
-import os
 import zlib
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from evolver_async.process.processors import processors
 from evolver_async.schema import Array
 from evolver_async.weights.channel.layout import aligned, nbytes
 
@@ -27,7 +27,7 @@ MOST_THREADS = 8  # a few threads use all of the memory's bandwidth
 
 def usual_threads() -> int:
     """Return the number of threads for copies on this machine."""
-    return min(MOST_THREADS, len(os.sched_getaffinity(0)))
+    return min(MOST_THREADS, processors())
 
 
 def spread(work: Callable[..., None], items: list[tuple[Any, ...]], threads: int) -> None:

@@ -495,22 +495,6 @@ def test_a_row_that_the_disk_has_changed_is_left_out_and_told(
     once.close()
 
 
-def test_a_pool_without_checksums_gets_them(
-    open_pool: Callable[..., ExperiencePool], tmp_path: Path
-) -> None:
-    pool = open_pool()
-    pool.add([item(1)], "a", [])
-    before = contents(pool)
-    pool.close()
-    with contextlib.closing(sqlite3.connect(tmp_path / "experience" / FILE)) as database:
-        for table in ("facts", "entries", "solved"):
-            database.execute(f"ALTER TABLE {table} DROP COLUMN crc")
-    for _ in range(2):
-        again = open_pool()
-        assert contents(again) == before and again.store.damage == ""
-        again.close()
-
-
 def test_a_locked_file_is_not_taken_for_a_damaged_one(
     open_pool: Callable[..., ExperiencePool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,6 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+from small_models import SIZES
 
 from evolver_async.model.policy import make_tiny
 
@@ -110,15 +111,7 @@ def test_a_bare_model_of_the_cache_is_evaluated(tmp_path: Path) -> None:
     kept = tmp_path / "hub" / "models--org--tiny"
     (kept / "refs").mkdir(parents=True)
     (kept / "refs" / "main").write_text(COMMIT)
-    make_tiny(
-        kept / "snapshots" / COMMIT,
-        seed=0,
-        hidden_size=16,
-        layers=1,
-        heads=2,
-        intermediate_size=32,
-        max_length=64,
-    )
+    make_tiny(kept / "snapshots" / COMMIT, seed=0, **SIZES)
     environment = {"HF_HOME": str(tmp_path), "PYTHONPATH": ":".join(sys.path), **os.environ}
     model = ("policy.path=org/tiny", "policy.max_length=64", "--episodes", "1")
     command = [sys.executable, "-m", "evolver_async.cli", "eval", "bandit", *model]

@@ -1,13 +1,13 @@
 """What a timed pace says of a run: seconds of a step, and adapters where time asks for them."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from evolver_async.config import Config
 from evolver_async.config.load import load
-from evolver_async.launch.pace import Pace, step_estimate, time_texts
+from evolver_async.launch.pace import FILE, Pace, step_estimate, time_texts
 
 PACE = Pace(
     rows=32,
@@ -94,3 +94,5 @@ def test_a_pace_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert Pace.read(tmp_path) is None
     PACE.write(tmp_path)
     assert Pace.read(tmp_path) == PACE
+    (tmp_path / FILE).write_text('{"rows": 32}')  # torn, or of other code
+    assert Pace.read(tmp_path) is None
