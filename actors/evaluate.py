@@ -75,7 +75,7 @@ def _evaluated(config: Config, name: str, episodes: int, weights: dict | None) -
     line = f"{name}: success {success:.3f}, reward {reward:.3f}"
     means = term_means(trajectories)
     line += "".join(f", {term} {value:.3f}" for term, value in means.items())
-    line += f" over {episodes} {config.eval.split} episodes, {_distinct(trajectories)} distinct"
+    line += f" over {episodes} {source.evaluated} episodes, {_distinct(trajectories)} distinct"
     values = exact(tasks, staged.rollout.max_turns * staged.rollout.actions_per_turn)
     if values is not None:
         line += f" (random policy {values.random:.3f}, optimal policy {values.optimal:.3f}, exactly"
@@ -83,7 +83,8 @@ def _evaluated(config: Config, name: str, episodes: int, weights: dict | None) -
             line += f"; rewards {values.random_return:.3f} and {values.optimal_return:.3f}"
         line += ")"
     lines = [line]
-    for name, one in eval_sets_of(staged).items():
+    made = eval_sets_of(staged)
+    for name, one in ((name, made[name]) for name in staged.eval.sets):  # not that of the end
         lines.append(f"{name}: {asyncio.run(_evaluate_set(staged, last, one, weights))}")
     return "\n".join(lines)
 

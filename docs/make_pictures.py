@@ -6,16 +6,16 @@ python docs/make_pictures.py runs/NAME --curve arithmetic --tasks sums    docs/a
 
 import argparse
 import io
-import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from evolver_async.config.load import load
-from evolver_async.launch.run_directory import EXACT
 from evolver_async.metrics.lineages import current_rows
 from evolver_async.metrics.tail import Tail
+from evolver_async.watch.live import exact_values
 from evolver_async.watch.view import View
 
 FOLDER = Path(__file__).parent
@@ -40,12 +40,12 @@ def main() -> None:
     args = parser.parse_args()
     run_dir = args.run_dir
     rows = current_rows(Tail(run_dir / "metrics.jsonl").rows())
-    measured = run_dir / EXACT
-    exact = json.loads(measured.read_text()) if measured.exists() else None
+    exact = exact_values(run_dir)
     steps = sum(stage.steps for stage in load(run_dir / "config.yaml").stages)
     if args.curve is None:
         draw_panel(View(run_dir.name, steps, exact), rows, args.out / "panel.svg")
-    picture = curve(rows, exact, steps, args.tasks)
+    last = next(reversed(exact.values()), None)  # of the last stage
+    picture = curve(rows, last, steps, args.tasks)
     (args.out / f"{args.curve or 'curve'}.svg").write_text(picture, encoding="utf-8")
 
 
@@ -59,7 +59,7 @@ def draw_panel(view: View, rows: list[dict[str, Any]], path: Path) -> None:
 
 
 def curve(
-    rows: list[dict[str, Any]], exact: dict[str, float] | None, steps: int, tasks: str
+    rows: list[dict[str, Any]], exact: Mapping[str, float] | None, steps: int, tasks: str
 ) -> str:
     """SVG of success by learner step: of training (moving average) and on held-out `tasks`."""
     train = [(row["step"], row["train/success"]) for row in rows if "train/success" in row]

@@ -233,7 +233,7 @@ def _add_results(commands: Commands) -> None:
         metavar="RUN_DIR | RECIPE key=value …",
         help="directory of the run; or a recipe whose policy.path is the model",
     )
-    command.add_argument("--episodes", type=int, metavar="N", help="default: eval.final_episodes")
+    command.add_argument("--episodes", type=int, metavar="N", help="default: eval.episodes")
     command.add_argument("--split", choices=SPLITS, help="default: eval.split")
     _add_step(command, "default: the newest")
 

@@ -214,14 +214,15 @@ class Learner:
         if changed:
             self.state.version += 1
         last = stage == len(self.config.stages) - 1
-        episodes = self.evaluations.due(self.state.version, over=over, last=last, changed=changed)
+        episodes = self.evaluations.due(self.state.version, over=over, changed=changed)
         if changed or episodes:  # a second evaluation needs retained weights, too
             with self.timers("publish"):
                 self.publish(retain=episodes > 0)
         if self.config.launch.kind == "serial":
             self.publisher.wait()
         if episodes:
-            self.evaluations.ask(self.state, stage, episodes, settings.eval.sets, over=over)
+            sets, end = settings.eval.sets, over and last
+            self.evaluations.ask(self.state, stage, episodes, sets, over=over, end=end)
         alarmed = replace(self.state)  # from here on it is the next step's: `report` may stop
         if over and last:
             self.state.finished = True

@@ -21,6 +21,7 @@ from evolver_async.buffer.tasks.source import TaskSource
 from evolver_async.config import Config, ConfigError, StageConfig
 from evolver_async.config.load import stage_config
 from evolver_async.config.sections.agentevolver import LLM_SECTIONS
+from evolver_async.config.sections.run import FINAL_SET
 from evolver_async.extension import implementation, is_own
 from evolver_async.schema import Task
 
@@ -203,6 +204,8 @@ def _check_eval_sets(config: Config, probed: set[str]) -> None:
 def of_set(name: str, error: ValueError) -> str:
     """Return the message of an error with the key of the set of `eval.sets` that it is about."""
     joint = "." if str(error).startswith("env.") else ": "
+    if name == FINAL_SET:
+        return f"eval.final_episodes: the split test: {error}"
     return f"eval.sets.{name}{joint}{error}"
 
 

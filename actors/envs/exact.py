@@ -15,30 +15,16 @@ def exact(tasks: Sequence[Task], max_turns: int) -> Exact | None:
 
     EnvError if it can and fails.
     """
-    return exact_of_first(tasks, [len(tasks)], max_turns).get(len(tasks))
-
-
-def exact_of_first(
-    tasks: Iterable[Task], counts: Iterable[int], max_turns: int
-) -> dict[int, Exact]:
-    """Average the exact values of the first tasks, by their number; {} if there are none.
-
-    Raises as `exact` does.
-    """
     values = []
     for task in tasks:
         env = make_env(task.env, task.params)
         if not isinstance(env, Measurable):
-            return {}
+            return None
         try:
             values.append(asyncio.run(_measured(env, task, max_turns)))
         except Exception as error:
             problem = f"cannot measure {task.task_id}: {one_line(error)}"
             raise EnvError(f"env.name: {task.env!r} {problem}") from error
-    return {count: _average(values[:count]) for count in counts}
-
-
-def _average(values: Sequence[Exact]) -> Exact:
     return Exact(
         random=statistics.fmean(value.random for value in values),
         optimal=statistics.fmean(value.optimal for value in values),

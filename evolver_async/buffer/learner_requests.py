@@ -15,6 +15,7 @@ from evolver_async.buffer.state import records
 from evolver_async.buffer.state.evaluations import SetSizes
 from evolver_async.buffer.state.groups import FORK
 from evolver_async.buffer.tasks.source import EvalSet
+from evolver_async.config.sections.run import FINAL_SET
 from evolver_async.protocol.evaluations import EvalResult
 from evolver_async.protocol.messages import (
     Done,
@@ -233,12 +234,12 @@ class LearnerRequests:
 
     def _unknown_set(self, stage: int, names: list[str]) -> str:
         """The error of a request for sets that a stage has not; "" if it has them all."""
-        unknown = sorted(set(names) - self.eval_sets[stage].keys())
+        unknown = sorted(set(names) - self.eval_sets[stage].keys() - {FINAL_SET})
         return f"sets: stage {stage} has no {', '.join(unknown)}" if unknown else ""
 
     def _sizes(self, stage: int, names: list[str]) -> SetSizes:
-        sets = self.eval_sets[stage]
-        return {name: (sets[name].tasks, sets[name].k) for name in names}
+        sets = self.eval_sets[stage]  # without that of the end where rows have no test split
+        return {name: (sets[name].tasks, sets[name].k) for name in names if name in sets}
 
     def _results(self) -> list[EvalResult]:
         """The results of evaluations; repeated until a DONE confirms that these were received."""

@@ -8,9 +8,10 @@ import msgspec
 
 from evolver_async.buffer.state.admission import StageNumbers
 from evolver_async.buffer.tasks.files import rows_of
-from evolver_async.buffer.tasks.rows import given_tasks
+from evolver_async.buffer.tasks.rows import GivenTasks, given_tasks
 from evolver_async.buffer.tasks.source import EvalSet, MixturePart, TaskSource
 from evolver_async.config import Config, ConfigError
+from evolver_async.config.sections.run import FINAL_SET
 from evolver_async.splits import Split
 
 TICKETS: dict[str, Literal["rollout", "demo", "branch"]] = {
@@ -49,7 +50,7 @@ def source_of(config: Config) -> TaskSource:
     given = None
     if tasks.path:
         given = given_tasks(rows_of(tasks), config.env.name, config.env.params, tasks.answer)
-        needed: dict[str, Split] = {"training": "train", "eval.split": config.eval.split}
+        needed: dict[str, Split] = {"training": "train", "eval.split": _deciding(config, given)}
         for wanted, split in needed.items():
             if not given.count(split):
                 missing = f"has no task of the {split} split, for {wanted}"
@@ -62,10 +63,17 @@ def source_of(config: Config) -> TaskSource:
         train=tasks.train if given is None else given.count("train"),
         solved=tasks.solved,
         failed=tasks.failed,
-        evaluated=config.eval.split,
+        evaluated=_deciding(config, given),
         mixture=tuple(MixturePart(part.env, part.params, part.weight) for part in tasks.mixture),
         given=given,
     )
+
+
+def _deciding(config: Config, given: GivenTasks | None) -> Split:
+    """Return the split by which a stage decides: test only where rows have no validation split."""
+    if config.eval.split != "auto":
+        return config.eval.split
+    return "validation" if given is None or given.count("validation") else "test"
 
 
 def evaluation_digest(config: Config) -> str:
@@ -84,9 +92,10 @@ def evaluation_digest(config: Config) -> str:
 
 
 def eval_sets_of(config: Config) -> dict[str, EvalSet]:
-    """Make the sets of `eval.sets` for a stage, in their order.
+    """Make the sets of `eval.sets` for a stage, in their order, and that of the end of the run.
 
     A set that names no environment has the stage's tasks, with the set's parameters over theirs.
+    The one of the end has tasks of the split test, unless these decide or there are none.
     """
     stage, made = source_of(config), dict[str, EvalSet]()
     for name, chosen in config.eval.sets.items():
@@ -95,9 +104,15 @@ def eval_sets_of(config: Config) -> dict[str, EvalSet]:
             source = TaskSource(chosen.env.name, chosen.env.params, train=0)
         elif chosen.env.params:
             source = replace(stage, params=stage.params | chosen.env.params)
-        if source.given is not None and not source.given.count(chosen.split):
-            missing = f"has no task of the {chosen.split} split"
+        split = source.evaluated if chosen.split == "auto" else chosen.split
+        if source.given is not None and not source.given.count(split):
+            missing = f"has no task of the {split} split"
             raise ConfigError(f"eval.sets.{name}.split: {config.tasks.path} {missing}")
         numbers = chosen.first, chosen.tasks, chosen.k
-        made[name] = EvalSet(source, chosen.split, *numbers, chosen.temperature)
+        made[name] = EvalSet(source, split, *numbers, chosen.temperature)
+    tasks = config.eval.final_episodes
+    if stage.given is not None:
+        tasks = min(tasks, stage.given.count("test"))
+    if tasks and stage.evaluated != "test":
+        made[FINAL_SET] = EvalSet(stage, "test", 0, tasks, 1, config.eval.temperature)
     return made

@@ -32,7 +32,7 @@ def evaluate(args: argparse.Namespace) -> int:
         if changes:
             raise ConfigError(f"{changes[0]}: a run is evaluated as it is; changes need a recipe")
         with as_config_errors():
-            episodes = args.episodes or load_written(run_dir).eval.at_the_end
+            episodes = args.episodes or load_written(run_dir).eval.episodes
             print(resolve("eval")(run_dir, episodes, args.step, args.split))
         return 0
     if args.step is not None:
@@ -45,7 +45,7 @@ def evaluate(args: argparse.Namespace) -> int:
         check_paths(config)
         check_wings(config)
         config = with_snapshot(config)
-        print(resolve("eval_model")(config, args.episodes or config.eval.at_the_end))
+        print(resolve("eval_model")(config, args.episodes or config.eval.episodes))
     return 0
 
 

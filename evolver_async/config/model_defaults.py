@@ -152,7 +152,7 @@ def _sizes(config: Config, shape: DecoderShape, longest: int, default: Any) -> N
     sets = any(chosen.every for chosen in config.eval.sets.values())
     every = config.eval.every if sets else default("eval.every", 10, "steps are long")
     default("eval.episodes", 128, "greedy replies of a trained model take long")
-    default("eval.final_episodes", 0, "as many as before")
+    default("eval.final_episodes", 128, "as many as before")
     written = STATE_BYTES * shape.parameters
     steps = (every or 10) * (1 if written <= LARGE_CHECKPOINT else 5)
     default("checkpoint.every", steps, _checkpoint_text(config, written))

@@ -31,7 +31,7 @@ def plan(config: Config) -> list[str]:
         f"steps: {total}",
         f"weights: {channel(config)} by {config.weights.address or config.weights.dir}",
         f"evaluations: {every}over {eval_.episodes} episodes, after the last stage"
-        f" {eval_.at_the_end}",
+        f" over {eval_.final_episodes} of the split test",
         f"checkpoints: every {config.checkpoint.every} steps",
         f"W&B: {config.metrics.wandb}",
         f"run directory: {config.run.dir}/{config.run.name or '<recipe>-<time>'}",

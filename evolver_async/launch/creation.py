@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from itertools import count
@@ -184,34 +184,32 @@ def with_own_tasks(config: Config, run_dir: Path) -> Config:
 def measure(config: Config, run_dir: Path) -> None:
     """Write the success of the random and of the optimal policy on every stage's evaluations.
 
-    There are values for `eval.episodes` and for the number after the last stage, which another
-    stage can become on resume. Stages that evaluate alike share one computation. Stages whose
-    environment cannot compute values have none, nor have agents, which play without it.
+    Stages that evaluate alike share one computation. Stages whose environment cannot compute values
+    have none, nor have agents, which play without it.
     """
-    counts = sorted({config.eval.episodes, config.eval.at_the_end})
-    found: dict[str, list[dict[str, float]]] = {}
+    found: dict[str, dict[str, float] | None] = {}
     values = []
     for index in range(0 if config.rollout.agent else len(config.stages)):
         stage = stage_config(config, index)
         evaluations = evaluation_digest(stage)
         if evaluations not in found:
-            found[evaluations] = _measured(stage, counts)
-        values += [{"stage": index, **one} for one in found[evaluations]]
+            found[evaluations] = _measured(stage)
+        if (value := found[evaluations]) is not None:
+            values.append({"stage": index, **value})
     (run_dir / EXACT).unlink(missing_ok=True)
     if values:
         write_whole(run_dir / EXACT, json.dumps({"values": values}))
 
 
-def _measured(stage: Config, counts: Sequence[int]) -> list[dict[str, float]]:
-    """Return the values of a stage for each number of episodes."""
-    source, rollout = source_of(stage), stage.rollout
-    tasks = [held_out_task(source, number) for number in range(max(counts))]
-    values = resolve("exact")(tasks, counts, rollout.max_turns * rollout.actions_per_turn)
-    return [
-        {"episodes": count}
-        | {name: value for name, value in one._asdict().items() if value is not None}
-        for count, one in values.items()
-    ]
+def _measured(stage: Config) -> dict[str, float] | None:
+    """Return the values of a stage over its evaluation's episodes; None if there are none."""
+    source, rollout, episodes = source_of(stage), stage.rollout, stage.eval.episodes
+    tasks = [held_out_task(source, number) for number in range(episodes)]
+    found = resolve("exact")(tasks, rollout.max_turns * rollout.actions_per_turn)
+    if found is None:
+        return None
+    values = {name: value for name, value in found._asdict().items() if value is not None}
+    return {"episodes": episodes} | values
 
 
 def _prepare(config: Config, run_dir: Path) -> None:

@@ -31,7 +31,7 @@ LAUNCHERS = {
 ROLES = PROCESSES | {
     "eval": "actors.evaluate:evaluate",  # (run_dir, episodes, step, split) -> text
     "eval_model": "actors.evaluate:evaluate_model",  # (config, episodes) -> text
-    "exact": "actors.envs.exact:exact_of_first",  # (tasks, counts, max_turns) -> values by count
+    "exact": "actors.envs.exact:exact",  # (tasks, max_turns) -> values, None without
     "embedder": "actors.experience.embed:load_embedder",  # (experience) -> embedder, cosine
     "vocabulary": "actors.envs.vocabulary:vocabulary_of",  # (config) -> words
     "check_engine": "actors.engines.model_check:check",  # (config, model, tokenizer) -> None

@@ -92,6 +92,7 @@ def _facts(run: RunResults) -> list[tuple[str, str]]:
         newest = run.evaluations.rows[-1]
         success = cells.number(newest.get("eval/success"))
         told = f"{success} at step {newest['step']} ({cells.played(newest)})"
+        told += "".join(f"; {name} {value}" for name, value in cells.eval_sets_of(newest))
         facts.append(("eval success", told))
     if run.checkpoints:
         facts.append(("newest checkpoint", run.checkpoints[-1].path.name))

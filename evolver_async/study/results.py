@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from evolver_async.buffer.stages import evaluation_digest
 from evolver_async.config import ConfigError
 from evolver_async.config.load import stage_config
+from evolver_async.config.sections.run import FINAL_SET
 from evolver_async.launch.run_directory import config_of
 from evolver_async.metrics.lineages import current_rows
 from evolver_async.metrics.tail import Tail
@@ -34,6 +35,12 @@ CURVES = (  # metrics of curves.csv beside that of the threshold
 )
 
 
+TESTED = {  # metrics of the split test, measured at a run's end, by those of the curves
+    "eval/success": f"eval/{FINAL_SET}/avg@1",
+    "eval/reward_mean": f"eval/{FINAL_SET}/reward_mean",
+}
+
+
 class Point(NamedTuple):
     """Value of a metric, and how far the run was: steps, environment steps, seconds."""
 
@@ -47,6 +54,7 @@ class Point(NamedTuple):
 class RunResult:
     """Results of one run so far; `points` are those of the threshold's metric.
 
+    `tested`: the metric over the split test at the end of the run, None before it or without one.
     `distinct`: different tasks of its last evaluation, None if the metric is not of evaluations.
     """
 
@@ -57,11 +65,14 @@ class RunResult:
     last: Point | None  # the newest step, whose value has no meaning
     means: dict[str, float | None]
     by_lag: dict[tuple[str, str], tuple[float, float]]  # (metric, bucket) to mean and tokens
+    tested: float | None
     distinct: int | None
 
     @property
     def final(self) -> float | None:
-        """Value of the last evaluation."""
+        """Value over the split test at the end; without one, that of the last evaluation."""
+        if self.tested is not None:
+            return self.tested
         return self.points[-1].value if self.points else None
 
     @property
@@ -94,7 +105,9 @@ def _result(study: Study, run: CellRun, from_cold: bool) -> RunResult:
     curves = CurveReader(study, run, from_cold)
     taken = [row for row in curves.rows if row.get("stage_kind") == "rl"]
     metric = study.definition.threshold.metric
-    distinct = curves.points(f"{metric.rpartition('/')[0]}/distinct")
+    tested = curves.points(TESTED.get(metric, ""))
+    of = TESTED[metric] if tested else metric
+    distinct = curves.points(f"{of.rpartition('/')[0]}/distinct")
     return RunResult(
         run=run,
         state=state,
@@ -103,6 +116,7 @@ def _result(study: Study, run: CellRun, from_cold: bool) -> RunResult:
         last=next(reversed(curves.progress.values()), None),
         means={name: _mean(taken, name) for name in MEANS},
         by_lag=dict(_by_lag(taken)),
+        tested=tested[-1].value if tested else None,
         distinct=int(distinct[-1].value) if distinct else None,
     )
 

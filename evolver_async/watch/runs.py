@@ -26,7 +26,7 @@ from evolver_async.metrics.lineages import current_rows, key_of
 from evolver_async.metrics.tail import Tail, last_rows
 from evolver_async.metrics.wandb_process import url_of
 from evolver_async.process.stopping import CODES
-from evolver_async.watch.cells import played
+from evolver_async.watch.cells import eval_sets_of, played
 from evolver_async.watch.throughput import time_lines
 
 log = logging.getLogger(__name__)
@@ -106,6 +106,7 @@ def summary(run_dir: Path, ending: Ending) -> list[str]:
         success += f" (best {best['eval/success']:.3f} at step {best['step']})"
         if evaluated[0]["step"] == 0 and len(evaluated) > 1:
             success += f", {evaluated[0]['eval/success']:.3f} before the first step"
+        success += "".join(f"; {name} {value}" for name, value in eval_sets_of(last))
     lines = [f"{ending.state} at step {step}, {success}", *time_lines(rows, config)]
     lines += filter(None, [alarms])
     if saved := resumable(run_dir / "checkpoints"):

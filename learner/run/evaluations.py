@@ -12,7 +12,7 @@ from types import MappingProxyType
 
 from evolver_async.checkpoint.history import CheckpointEvaluation
 from evolver_async.config import Config
-from evolver_async.config.sections.run import EvalConfig, EvalSetConfig
+from evolver_async.config.sections.run import FINAL_SET, EvalConfig, EvalSetConfig
 from evolver_async.metrics.writer import Metrics
 from evolver_async.protocol.evaluations import EvalResult, SetResult
 from evolver_async.schema import WeightId
@@ -52,10 +52,8 @@ class EvaluationTracker:
     newest: EvalResult | None = None  # by version, as an earlier one can end later
     blind: bool = False  # some evaluation had rewards, but no success
 
-    def due(self, version: int, *, over: bool, last: bool, changed: bool) -> int:
-        """Return the episodes to ask for after a step; `over`: it ends its stage, `last`: all."""
-        if over and last:
-            return self.config.at_the_end
+    def due(self, version: int, *, over: bool, changed: bool) -> int:
+        """Return the episodes to ask for after a step; `over`: it ends its stage."""
         due = self.config.every > 0 and changed and version % self.config.every == 0
         return self.config.episodes if over or due else 0
 
@@ -67,16 +65,20 @@ class EvaluationTracker:
         sets: Mapping[str, EvalSetConfig] = MappingProxyType({}),
         *,
         over: bool = True,
+        end: bool = False,
     ) -> None:
         """Note that the newest version is to be evaluated on the tasks of `stage` and on `sets`.
 
-        All sets are evaluated if the stage is `over`, else those that are due at the version.
+        All sets are evaluated if the stage is `over`, else those that are due at the version; that
+        of the split test at the `end` of the run alone.
         """
         due = [
             name
             for name, chosen in sets.items()
             if over or not chosen.every or state.version % chosen.every == 0
         ]
+        if end and self.config.final_episodes:
+            due.append(FINAL_SET)
         weights = state.version, state.changed_take
         asked = PendingEvaluation(*weights, stage, episodes, due, state.progress())
         state.pending = [other for other in state.pending if other.version != asked.version]
@@ -104,7 +106,7 @@ class EvaluationTracker:
         again = [
             replace(asked, sets=[one for one in asked.sets if one in known])
             for asked in state.pending
-            for known in [stages(asked.stage).eval.sets]
+            for known in [{*stages(asked.stage).eval.sets, FINAL_SET}]
             if (asked.version, asked.changed_take) == (state.version, state.changed_take)
         ]
         kept = [asked.version for asked in again]

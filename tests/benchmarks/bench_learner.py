@@ -110,7 +110,7 @@ def make_run(directory: Path) -> tuple[Config, Path]:
         stages=[StageConfig(kind="rl", steps=STEPS)],
         loss=replace(config.loss, target_kl=math.inf),  # made-up data would cut steps short
         buffer=replace(config.buffer, max_staleness=STEPS, max_ready=0.0),
-        eval=replace(config.eval, every=0, final_episodes=1),
+        eval=replace(config.eval, every=0, episodes=1, final_episodes=0),
     )
     dump(config, run_dir / "config.yaml")
     policy.make_tiny(

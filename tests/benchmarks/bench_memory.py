@@ -51,7 +51,7 @@ CASES: dict[str, tuple[str, ...]] = {
 ARITHMETIC = ROOT / "configs" / "arithmetic.yaml"
 MODEL = (
     *("stages.0.steps=3", "eval.every=0", "eval.at_start=never", "metrics.panel=none"),
-    *("eval.episodes=1", "eval.final_episodes=1", "selection.kind=all"),
+    *("eval.episodes=1", "eval.final_episodes=0", "selection.kind=all"),
     f"tasks.path={ROOT / 'configs' / 'rows' / 'sums.jsonl'}",
 )
 VLLM = (*MILLIONS_21, "engine.kind=vllm")

@@ -11,12 +11,14 @@ with two threads and its fastest batch, evaluations left out.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import sys
 import tempfile
 from pathlib import Path
 
+import psutil
 from bench_peers import ROOT, SCRIPTS, install
 from bench_trl import PEER
 from trl_time_to import Evaluation, ours, report, rows_of, running
@@ -47,7 +49,8 @@ def train_trl(model: str, directory: Path, mark: float, limit_s: float, seed: in
     numbers = [str(mark), str(BATCH), str(UPDATES), str(seed)]
     log = directory / "trl.log"
     command = ["env", f"OMP_NUM_THREADS={THREADS}", str(python), str(SCRIPTS / "trl_sums.py")]
-    with running([*command, model, *files, *numbers], log) as process:
+    late = contextlib.suppress(psutil.TimeoutExpired)  # what it reached by then is reported
+    with late, running([*command, model, *files, *numbers], log) as process:
         process.wait(limit_s)
     found = [Evaluation(**row) for row in rows_of(log, "used_s")]
     report("TRL", found, mark) if found else sys.exit(log.read_text())

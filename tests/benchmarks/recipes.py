@@ -21,8 +21,8 @@ Rows = list[dict]
 
 
 def final(rows: Rows) -> float:
-    """Success on held-out tasks at the end."""
-    return [row["eval/success"] for row in rows if "eval/success" in row][-1]
+    """Success on the split test at the end."""
+    return [row["eval/test/avg@1"] for row in rows if "eval/test/avg@1" in row][-1]
 
 
 def gained(rows: Rows) -> float:

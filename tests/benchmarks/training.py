@@ -5,17 +5,15 @@ import subprocess
 import sys
 from pathlib import Path
 
-from evolver_async.config.load import load
 from evolver_async.metrics.lineages import current_rows
 
 
 def rows_of(run: Path) -> list[dict]:
-    """Return the metrics of a run, its last evaluation included; none if it is not complete."""
+    """Return the metrics of a run, that of the split test included; none if it is not complete."""
     path = run / "metrics.jsonl"
     lines = path.read_text().splitlines() if path.exists() else []
     rows = current_rows(map(json.loads, lines))
-    final = load(run / "config.yaml", []).eval.final_episodes if rows else 0
-    done = any(row.get("eval/episodes") == final for row in rows)
+    done = any("eval/test/episodes" in row for row in rows)
     return rows if done else []
 
 

@@ -53,7 +53,7 @@ def cold_start(config: Config, directory: Path) -> Path:
     cold = replace(
         config,
         run=replace(config.run, name="cold", dir=str(directory)),
-        eval=replace(config.eval, every=0, final_episodes=1),
+        eval=replace(config.eval, every=0, episodes=1, final_episodes=0),
         stages=config.stages[:1],
     )
     dump(cold, directory / "cold.yaml")

@@ -75,6 +75,7 @@ def test_the_async_environment_with_tools_trains(tmp_path: Path) -> None:
     rows = train(
         "prices",
         tmp_path,
+        "eval.episodes=4",
         "eval.final_episodes=4",
         "stages.0.steps=30",
         "stages.1.steps=2",
@@ -90,7 +91,11 @@ def test_the_agent_with_a_tool_trains(tmp_path: Path) -> None:
     policy.mkdir()
     make_policy(policy, steps=120)
     small = [f"policy.path={policy}", "policy.max_length=192", "stages.0.steps=4"]
-    small += ["eval.final_episodes=4", "buffer.warn_s=4"]  # counters come every second
+    small += [
+        "eval.episodes=4",
+        "eval.final_episodes=4",
+        "buffer.warn_s=4",
+    ]  # counters come every second
     rows = train("arms", tmp_path, *small, steps=4)
     (counted,) = [row for row in rows if "agent/episodes" in row][-1:]
     assert counted["agent/exceptions"] == counted["agent/refused"] == 0

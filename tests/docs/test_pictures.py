@@ -17,7 +17,8 @@ ROOT = Path(__file__).parents[2]
 
 def test_panel_and_curve_show_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     dump(Config(stages=[StageConfig(steps=4)]), tmp_path / "config.yaml")
-    (tmp_path / EXACT).write_text(json.dumps({"random": 0.25, "optimal": 1.0}))
+    values = {"stage": 0, "episodes": 8, "random": 0.25, "optimal": 1.0}
+    (tmp_path / EXACT).write_text(json.dumps({"values": [values]}))
     rows = [
         {
             "step": step,
@@ -44,6 +45,7 @@ def test_panel_and_curve_show_the_run(tmp_path: Path, monkeypatch: pytest.Monkey
         text = (tmp_path / f"{name}.svg").read_text()
         minidom.parseString(text)
         assert shown in text, name
+        assert ("random policy" in text) == (name != "made"), name
 
 
 def test_the_committed_pictures_are_well_formed() -> None:

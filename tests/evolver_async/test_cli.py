@@ -314,7 +314,7 @@ def test_a_stage_that_has_begun_keeps_what_its_replay_depends_on(
     refused: Refused, run_dir: Path, changes: list[str], key: str
 ) -> None:
     config = Config(stages=[StageConfig(steps=5), StageConfig(steps=5)])
-    config.eval.final_episodes = 2
+    config.eval.episodes, config.eval.final_episodes = 2, 0
     dump(config, run_dir / "config.yaml")
     resume(run_dir, changes)  # nothing has begun
     dump(config, run_dir / "config.yaml")
@@ -614,7 +614,13 @@ def preparing(tmp_path: Path) -> Iterator[tuple["subprocess.Popen[str]", psutil.
     imports.mkdir()
     path = os.pathsep.join([str(imports), os.environ.get("PYTHONPATH", "")])
     (imports / "torch.py").write_text("import time\n\nwhile True:\n    time.sleep(60)\n")
-    options = (recipe, f"run.dir={tmp_path}/runs", "run.name=cut", "eval.final_episodes=4")
+    options = (
+        recipe,
+        f"run.dir={tmp_path}/runs",
+        "run.name=cut",
+        "eval.episodes=4",
+        "eval.final_episodes=0",
+    )
     train = subprocess.Popen(
         [*COMMAND, "train", *map(str, options)],
         stdout=subprocess.PIPE,

@@ -23,7 +23,8 @@ SHORT = (
     "stages.1.steps=5",
     "eval.every=2",
     "eval.episodes=8",
-    "eval.final_episodes=8",
+    "eval.episodes=8",
+    "eval.final_episodes=0",
     "checkpoint.every=3",
 )
 

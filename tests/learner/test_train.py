@@ -16,7 +16,7 @@ from evolver_async.buffer.service import BufferService
 from evolver_async.checkpoint.directory import load_newest, valid
 from evolver_async.config import Config
 from evolver_async.config.load import dump, load
-from evolver_async.config.sections.run import EvalConfig
+from evolver_async.config.sections.run import FINAL_SET, EvalConfig, EvalSetConfig
 from evolver_async.errors import EVALUATION_LOST, STOPPED, TrainingError
 from evolver_async.launch.registry import resolve
 from evolver_async.launch.serial import VirtualLoop, run
@@ -352,13 +352,22 @@ def test_the_last_stage_s_success_does_not_end_the_next_one(bench: Bench) -> Non
 
 def test_when_evaluations_are_due(bench: Bench) -> None:
     due = bench.evaluations.due
-    assert due(2, over=False, last=False, changed=True) == 4
-    assert due(3, over=False, last=False, changed=True) == 0
-    assert due(2, over=False, last=False, changed=False) == 0
-    assert due(3, over=True, last=False, changed=False) == 4
-    assert due(3, over=True, last=True, changed=True) == 8
+    assert due(2, over=False, changed=True) == 4
+    assert due(3, over=False, changed=True) == 0
+    assert due(2, over=False, changed=False) == 0
+    assert due(3, over=True, changed=False) == 4
+
+
+def test_the_split_test_is_measured_at_the_end_alone(bench: Bench) -> None:
+    def asked(**when: bool) -> list[str]:
+        state = LearnerState(version=3)
+        bench.evaluations.ask(state, 0, 4, {"own": EvalSetConfig()}, **when)
+        return state.pending[0].sets
+
+    assert asked(over=False) == asked(over=True) == ["own"]
+    assert asked(over=True, end=True) == ["own", FINAL_SET]
     bench.evaluations.config.final_episodes = 0
-    assert due(3, over=True, last=True, changed=True) == 4, "as many as episodes"
+    assert asked(over=True, end=True) == ["own"]
 
 
 def test_weights_change_only_once_the_version_before_is_copied(tmp_path: Path) -> None:

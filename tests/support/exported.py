@@ -34,7 +34,7 @@ rollout: {group_size: 1, max_turns: 5, max_tokens: 12}
 actors: {count: 1, groups: 8}
 learner: {groups_per_step: 16, minibatches: 1, lr: 5.0e-3, decay: none}
 stages: [{kind: sft, steps: 20, expert_fraction: 0.7}]
-eval: {every: 0, final_episodes: 4}
+eval: {every: 0, episodes: 4, final_episodes: 0}
 launch: {kind: serial}
 """
 Reply = Callable[[list[dict[str, str]]], str]

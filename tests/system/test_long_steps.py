@@ -24,7 +24,7 @@ stages: [{kind: rl, hours: 1}]
 selection: {drop_zero: false, max_empty: 100000}
 safety: {warmup: 100000}
 buffer: {warn_s: 3, lease_s: 600}
-eval: {every: 0, final_episodes: 4}
+eval: {every: 0, episodes: 4, final_episodes: 0}
 metrics: {panel: none, wandb: disabled}
 """
 

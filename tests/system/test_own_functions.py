@@ -36,7 +36,7 @@ correction: {kind: "own_functions:halved", params: {weight: 0.5}}
 loss: {boost: 0}
 learner: {groups_per_step: 4, minibatches: 1, decay: none, token_budget: 64}
 stages: [{kind: rl, steps: 4}]
-eval: {every: 0, final_episodes: 4}
+eval: {every: 0, episodes: 4, final_episodes: 0}
 metrics: {panel: none, sinks: ["own_functions:sink", "own_functions:broken_sink"]}
 launch: {kind: serial}
 """

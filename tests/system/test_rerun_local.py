@@ -17,7 +17,7 @@ advantage: {std: batch}
 correction: {anchor: interpolate}
 learner: {groups_per_step: 4, minibatches: 2, lr: 5.0e-3, decay: none, token_budget: 512}
 stages: [{kind: rl, steps: 12}]
-eval: {every: 0, final_episodes: 4}
+eval: {every: 0, episodes: 4, final_episodes: 0}
 checkpoint: {every: 5}
 metrics: {panel: none}
 """

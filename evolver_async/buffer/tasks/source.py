@@ -41,7 +41,7 @@ class TaskSource:
     train: int
     solved: float = 1.0
     failed: float = 1.0
-    evaluated: Split = "test"
+    evaluated: Split = "validation"
     mixture: tuple[MixturePart, ...] = ()
     given: GivenTasks | None = None
 

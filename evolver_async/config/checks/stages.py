@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from evolver_async.config.sections import Config
-from evolver_async.config.sections.run import SUPERVISED, StageConfig
+from evolver_async.config.sections.run import FINAL_SET, SUPERVISED, StageConfig
 from evolver_async.config.values.rules import check_plain
 
 ENTROPY = ("entropy_top_k",)  # the key of `loss` that supervised stages read: entropy is measured
@@ -129,6 +129,8 @@ def eval_sets(config: Config) -> Iterator[tuple[str, str]]:
         key = f"eval.sets.{name}"
         if not (name.isascii() and name.isidentifier()):
             yield key, "must be named by a plain identifier: it is part of names of metrics"
+        if name == FINAL_SET:
+            yield key, "is the name of the set of the end (eval.final_episodes); choose another"
         if chosen.k > 1 and not chosen.temperature:
             yield f"{key}.k", f"must be 1: at temperature 0 all samples are alike, is {chosen.k}"
         if chosen.every and not every:

@@ -118,13 +118,16 @@ class EvalSetConfig:
     """One further set of evaluation episodes: `k` samples of each of `tasks` tasks."""
 
     env: EvalSetEnvConfig = field(default_factory=EvalSetEnvConfig)
-    split: Split = "test"
+    split: Literal["auto", Split] = "auto"  # auto: that of the run's own evaluations
     first: int = 0  # number of the first task in the split
     tasks: Count = 64
     k: Count = 1  # samples per task; more than one needs a temperature
     temperature: float = 0.0  # 0 is greedy
     # versions between evaluations of the set, a multiple of eval.every; 0: with every evaluation
     every: int = 0
+
+
+FINAL_SET = "test"  # name of the set of the split test that is evaluated at the end of a run
 
 
 @dataclass
@@ -135,20 +138,18 @@ class EvalConfig:
     # with policy.path, never the tiny preset
     at_start: Literal["auto", "always", "never"] = "auto"
     every: int = 25  # versions between evaluations; 0 evaluates only after each stage
-    # of the run's own evaluations; settings are to be chosen on `validation`
-    split: Split = "test"
+    # of the run's own evaluations, by which checkpoint.keep_best, until_success, rollback and a
+    # study's best decide; auto: validation, of rows without one test
+    split: Literal["auto", Split] = "auto"
     episodes: Count = 256
-    final_episodes: int = 512  # after the last stage; 0: as many as `episodes`
+    # tasks of the split test, evaluated after the last stage alone as eval/test/…; 0: none, and
+    # none where test decides
+    final_episodes: int = 512
     temperature: float = 0.0
     # time without progress after which the last evaluation is lost (exit code 4)
     timeout_s: Positive = 120.0
     # further sets by name; their results are eval/<name>/… and decide nothing
     sets: dict[str, EvalSetConfig] = field(default_factory=dict)
-
-    @property
-    def at_the_end(self) -> int:
-        """Episodes after the last stage."""
-        return self.final_episodes or self.episodes
 
 
 @dataclass

@@ -1,5 +1,6 @@
 """Sets of evaluation episodes in the buffer: their tasks, samples, results and restarts."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from evolver_async.buffer.state.evaluations import EvaluationQueue, SetEpisode
 from evolver_async.buffer.tasks.source import held_out_task
 from evolver_async.config import Config, ConfigError
 from evolver_async.config.load import load
-from evolver_async.config.sections.run import EvalSetConfig, EvalSetEnvConfig
+from evolver_async.config.sections.run import FINAL_SET, EvalSetConfig, EvalSetEnvConfig
 from evolver_async.protocol import messages
 from evolver_async.protocol.evaluations import EvalResult, SetResult
 from evolver_async.schema import Ticket, WeightId
@@ -214,14 +215,15 @@ def sets_of(*arguments: str) -> dict[str, Any]:
 def test_tasks_of_a_set_are_stable_and_disjoint_from_training() -> None:
     made = sets_of(
         "eval.sets={a: {tasks: 4}, b: {tasks: 4, first: 4}, c: {split: train}}",
-        "eval.sets.v.split=validation",
+        "eval.sets.t={split: test, first: 4}",
     )
     ids = {name: [one.task(n).task_id for n in range(4)] for name, one in made.items()}
     assert ids["a"] == [held_out_task(made["a"].source, n).task_id for n in range(4)]
-    assert ids["b"] == [f"frozen_lake/test/{n}" for n in range(4, 8)]
+    assert ids["b"] == [f"frozen_lake/validation/{n}" for n in range(4, 8)]
     assert ids["c"] == [f"frozen_lake/train/{n}" for n in range(4)]
-    assert ids["v"] == [f"frozen_lake/validation/{n}" for n in range(4)]
-    assert len({one for names in ids.values() for one in names}) == 16
+    assert ids["t"] == [f"frozen_lake/test/{n}" for n in range(4, 8)]
+    assert ids[FINAL_SET] == [f"frozen_lake/test/{n}" for n in range(4)]
+    assert len({one for names in ids.values() for one in names}) == 20
 
 
 def test_a_set_takes_the_stage_s_environment_or_one_of_its_own() -> None:
@@ -248,6 +250,23 @@ def test_a_set_without_environment_has_the_tasks_of_a_file(tmp_path: Path) -> No
 
 
 def test_the_deciding_evaluation_is_of_the_split_that_is_configured() -> None:
-    for split in ("test", "validation"):
+    for split in ("auto", "test", "validation"):
         source = source_of(load(None, ["stages=[{kind: rl, steps: 1}]", f"eval.split={split}"]))
-        assert held_out_task(source, 3).task_id == f"frozen_lake/{split}/3"
+        decides = "validation" if split == "auto" else split
+        assert held_out_task(source, 3).task_id == f"frozen_lake/{decides}/3"
+
+
+def test_the_end_has_a_set_of_the_split_test_unless_that_decides(tmp_path: Path) -> None:
+    assert sets_of("eval.final_episodes=3")[FINAL_SET].tasks == 3
+    assert sets_of("eval.final_episodes=0") == sets_of("eval.split=test") == {}
+    path = tmp_path / "tasks.jsonl"
+    rows = [{"query": name, "split": name} for name in ("train", "validation", "test")]
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    assert sets_of(f"tasks.path={path}")[FINAL_SET].tasks == 1, "no row is played twice"
+    for missing, decides in (("test", "validation"), ("validation", "test")):
+        kept = [row for row in rows if row["split"] != missing]
+        path.write_text("".join(f"{json.dumps(row)}\n" for row in kept))
+        config = load(None, ["stages=[{kind: rl, steps: 1}]", f"tasks.path={path}"])
+        assert source_of(config).evaluated == decides and eval_sets_of(config) == {}
+    with pytest.raises(ConfigError, match=r"^eval\.sets\.test: "):
+        sets_of("eval.sets={test: {tasks: 4}}")

@@ -1,4 +1,4 @@
-"""Models of a hub: whole snapshots of the cache, downloads from a server of this test alone."""
+"""Models and data sets of a hub: whole snapshots of the cache, downloads from a server here."""
 
 import json
 import os
@@ -33,8 +33,35 @@ except ConfigError as error:
 """
 
 
+ROWS = "".join(
+    json.dumps({"question": f"{n} + 1?", "answer": str(n + 1)}) + "\n" for n in range(40)
+).encode()
+DATA = "/api/datasets/org/sums"
+ASK_ROWS = """
+import sys
+from evolver_async.buffer.tasks.files import rows_of
+from evolver_async.config import ConfigError
+from evolver_async.config.sections.data import TasksConfig
+try:
+    tasks = TasksConfig(path=sys.argv[1], download=sys.argv[2] == "download", prompt="question")
+    rows = rows_of(tasks)
+    print(rows.meta.revision, sum(rows.meta.counts.values()), rows.row(0)["question"])
+except ConfigError as error:
+    print(error)
+"""
+
+
+ENTRY = {"type": "file", "path": "rows.jsonl", "size": len(ROWS), "oid": "rows"}
+
+
 class Hub(BaseHTTPRequestHandler):
-    """The part of a hub's interface that a download of `org/name` asks."""
+    """The part of a hub's interface that downloads of `org/name` and of the data set `org/sums`
+    ask."""
+
+    def do_POST(self) -> None:
+        asked = self.rfile.read(int(self.headers["Content-Length"])).decode()
+        listed = [ENTRY] if "rows.jsonl" in asked else []
+        self.answer(json.dumps(listed).encode(), {})
 
     def do_HEAD(self) -> None:
         self.do_GET()
@@ -54,9 +81,20 @@ class Hub(BaseHTTPRequestHandler):
         elif path.startswith("/api/models/org/name"):
             siblings = [{"rfilename": name} for name in FILES]
             body = json.dumps({"id": "org/name", "sha": COMMIT, "siblings": siblings}).encode()
+        elif path.startswith(f"{DATA}/tree/"):
+            body = json.dumps([ENTRY]).encode()
+        elif path.startswith(DATA):
+            siblings = [{"rfilename": "rows.jsonl"}]
+            body = json.dumps({"id": "org/sums", "sha": COMMIT, "siblings": siblings}).encode()
+        elif path == f"/datasets/org/sums/resolve/{COMMIT}/rows.jsonl":
+            body = ROWS
+            headers["ETag"] = '"rows"'
         else:
             self.send_error(404)
             return
+        self.answer(body, headers)
+
+    def answer(self, body: bytes, headers: dict[str, str]) -> None:
         self.send_response(200)
         for name, value in headers.items():
             self.send_header(name, value)
@@ -80,10 +118,10 @@ def served() -> Iterator[str]:
         server.server_close()
 
 
-def ask(home: Path, endpoint: str, *arguments: str) -> str:
+def ask(home: Path, endpoint: str, *arguments: str, program: str = ASK) -> str:
     """Ask for a snapshot in a process of its own, which reads the endpoint once."""
     environment = {"HF_HOME": str(home), "HF_ENDPOINT": endpoint, "PYTHONPATH": ":".join(sys.path)}
-    command = [sys.executable, "-c", ASK, *arguments]
+    command = [sys.executable, "-c", program, *arguments]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     return done.stdout.strip()
 
@@ -104,6 +142,17 @@ def test_a_model_is_downloaded_once_if_that_is_allowed_and_named_by_its_commit(
         assert ask(tmp_path, endpoint, "org/name", how) == str(directory)
     (directory / "model.safetensors").unlink()
     assert ask(tmp_path, endpoint, "org/name", "cache").startswith("policy.path: ")
+
+
+@pytest.mark.process
+def test_rows_are_downloaded_if_that_is_allowed_and_named_by_their_commit(tmp_path: Path) -> None:
+    with served() as endpoint:
+        refused = ask(tmp_path, endpoint, "org/sums", "cache", program=ASK_ROWS)
+        assert refused.startswith("tasks.path: ") and "tasks.download=true" in refused
+        unknown = ask(tmp_path, endpoint, "org/other", "download", program=ASK_ROWS)
+        assert unknown.startswith("tasks.path: org/other: ")
+        found = ask(tmp_path, endpoint, "org/sums", "download", program=ASK_ROWS)
+    assert found == f"{COMMIT} 40 0 + 1?"
 
 
 @pytest.mark.process

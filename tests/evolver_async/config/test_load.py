@@ -6,7 +6,8 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from budget import examples
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from refusals import STEPS, refusal
 
@@ -188,6 +189,7 @@ def test_the_plain_dict_form_is_finite_and_loads_back_equal() -> None:
 TEXTS = st.lists(st.sampled_from(["${", "}", "\\", "$", "{", "oc.env:HOME", "name", " ", "'"]))
 
 
+@settings(max_examples=examples(15))
 @given(TEXTS.map("".join), TEXTS.map("".join))
 def test_a_text_with_an_opening_of_a_reference_reads_back_equal(text: str, other: str) -> None:
     parameter = other.replace("oc.env:", "")  # a reference would stay one
@@ -205,6 +207,9 @@ def test_a_text_with_an_opening_of_a_reference_reads_back_equal(text: str, other
         assert load(Path(directory) / "config.yaml") == config
     assert stage_config(config, 0).rollout.system_prompt == text
     assert stage_config(config, 1).rollout.system_prompt == parameter
+
+
+def test_a_long_text_is_read_from_the_command_line() -> None:
     long = "rules " * 10_000
     assert load(None, [STEPS, f"rollout.system_prompt={long!r}"]).rollout.system_prompt == long
 

@@ -28,7 +28,7 @@ from learner.state import LearnerState
 pytestmark = pytest.mark.process
 
 SHORT = ("stages.0.steps=25", "stages.1.steps=4", "eval.every=2", "eval.episodes=16")
-CHANGES = (*SHORT, "eval.final_episodes=16", "checkpoint.every=2", "checkpoint.keep_best=1")
+CHANGES = (*SHORT, "eval.final_episodes=0", "checkpoint.every=2", "checkpoint.keep_best=1")
 
 
 @pytest.fixture(scope="module")
@@ -140,7 +140,9 @@ def test_a_run_whose_first_data_teach_nothing_says_so_and_shows_its_first_reply(
 ) -> None:
     """The tiny preset without demonstrations: it writes no answer that can be read."""
     train = trainer(tmp_path, RECIPE)
-    untaught = train("untaught", "stages=[{kind: rl, steps: 3}]", "eval.final_episodes=4")
+    untaught = train(
+        "untaught", "stages=[{kind: rl, steps: 3}]", "eval.episodes=4", "eval.final_episodes=0"
+    )
     (alert,) = alerts_of(untaught.run_dir)
     assert alert["console"] and "rollout." in alert["text"]
     text = (untaught.run_dir / "first_reply.txt").read_text()
