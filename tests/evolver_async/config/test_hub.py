@@ -58,11 +58,6 @@ class Hub(BaseHTTPRequestHandler):
     """The part of a hub's interface that downloads of `org/name` and of the data set `org/sums`
     ask."""
 
-    def do_POST(self) -> None:
-        asked = self.rfile.read(int(self.headers["Content-Length"])).decode()
-        listed = [ENTRY] if "rows.jsonl" in asked else []
-        self.answer(json.dumps(listed).encode(), {})
-
     def do_HEAD(self) -> None:
         self.do_GET()
 
@@ -90,12 +85,13 @@ class Hub(BaseHTTPRequestHandler):
             body = ROWS
             headers["ETag"] = '"rows"'
         else:
-            self.send_error(404)
+            missing = "EntryNotFound" if path.startswith("/datasets/org/sums/") else "RepoNotFound"
+            self.answer(b"", {"X-Error-Code": missing, "X-Repo-Commit": COMMIT}, 404)
             return
         self.answer(body, headers)
 
-    def answer(self, body: bytes, headers: dict[str, str]) -> None:
-        self.send_response(200)
+    def answer(self, body: bytes, headers: dict[str, str], code: int = 200) -> None:
+        self.send_response(code)
         for name, value in headers.items():
             self.send_header(name, value)
         self.send_header("Content-Length", str(len(body)))
