@@ -146,8 +146,10 @@ def _add_study(commands: Commands) -> None:
     command.add_argument("--tie", action="append", default=[], metavar="KEY=SWEPT", help=about)
     about = "the value to reach; default: eval/success=0.8"
     command.add_argument("--threshold", metavar="METRIC=VALUE", help=about)
-    about = "margin within which cells count as equivalent to the first"
+    about = "margin within which cells count as equivalent to the baseline"
     command.add_argument("--equivalence", metavar="MARGIN", help=about)
+    about = "the cell that others are compared with; default: the first"
+    command.add_argument("--baseline", metavar="CELL", help=about)
     about = "train the first supervised stages once a seed, and fork the cells from them"
     command.add_argument("--cold-start", action="store_true", help=about)
     command.add_argument("--retry", action="store_true", help="try failed runs again")

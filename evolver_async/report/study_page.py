@@ -28,6 +28,7 @@ def write_study(study: Study, out: Path | None = None) -> Path:
 def study_sections(study: Study, results: Sequence[RunResult]) -> list[PageSection]:
     """Return the sections: results, curves, final values, off-policy data, runs."""
     definition, cells = study.definition, summary.cells_summary(study, results)
+    baseline = study.baseline
     done, metric = [one for one in cells if one.finished], definition.threshold.metric
     lines = {
         axis: [c for one in done if (c := curves.mean_curve(one, axis))] for axis in curves.AXES
@@ -36,12 +37,16 @@ def study_sections(study: Study, results: Sequence[RunResult]) -> list[PageSecti
         PageSection(
             "Results",
             [
-                "Intervals are 95 % (Student t) over the finished seeds. Differences are paired by"
-                f" seed against the first cell, {cells[0].cell.name}.",
+                "Intervals are 95 % (Student t) over the finished seeds. "
+                + summary.compared_with(baseline).replace("`", ""),
                 *summary.evaluated_on(results),
             ],
             tables=[
-                _table(metric, summary.value_rows(cells, definition)),
+                _table(metric, summary.value_rows(cells, baseline, definition)),
+                *(
+                    _table(f"Effect of {key}", summary.effect_rows(cells, baseline, key))
+                    for key in summary.crossed(study)
+                ),
                 _table(f"To {definition.threshold}", summary.threshold_rows(cells)),
             ],
         ),

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from evolver_async.metrics.families import bounds_of
 from evolver_async.study.results import BUCKETS, Point
 from evolver_async.study.statistics import Interval, interval, weighted_mean
 from evolver_async.study.summary import CellSummary
@@ -26,6 +27,15 @@ class StudyCurve:
     label: str
     places: list[float]
     values: list[Interval]
+
+    @property
+    def low(self) -> list[float]:
+        """The lower ends of the intervals; the mean where there is none."""
+        return [one.mean if one.low is None else one.low for one in self.values]
+
+    @property
+    def high(self) -> list[float]:
+        return [one.mean if one.high is None else one.high for one in self.values]
 
 
 def mean_curve(cell: CellSummary, axis: Axis) -> StudyCurve | None:
@@ -51,7 +61,9 @@ def mean_curve(cell: CellSummary, axis: Axis) -> StudyCurve | None:
         step = (high - low) / (GRID_POINTS - 1)
         places = [low + step * index for index in range(GRID_POINTS)]
     columns = [[height(one, place) for one in curves] for place in places]
-    return StudyCurve(cell.cell.name, places, [interval(column) for column in columns])
+    bounds = bounds_of(cell.metric)
+    values = [interval(column, bounds=bounds) for column in columns]
+    return StudyCurve(cell.cell.name, places, values)
 
 
 def _at(point: Point, axis: Axis) -> float:

@@ -5,6 +5,7 @@ directories, `cold/` those of the cold starts, `logs/` the output of `train`, `f
 errors of failed runs.
 """
 
+import difflib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -36,6 +37,17 @@ class Study:
     definition: Definition
     cells: Sequence[Cell]
     configs: Mapping[str, Config]
+
+    @property
+    def baseline(self) -> Cell:
+        """The cell that the others are compared with. ConfigError if there is none of its name."""
+        wanted = self.definition.baseline
+        names = [cell.name for cell in self.cells]
+        if wanted and wanted not in names:
+            close = difflib.get_close_matches(wanted, names, 1)
+            hint = f", did you mean {close[0]}?" if close else f"; cells are: {', '.join(names)}"
+            raise ConfigError(f"baseline: the study has no cell {wanted}{hint}")
+        return self.cells[names.index(wanted) if wanted else 0]
 
 
 @dataclass(frozen=True)

@@ -71,13 +71,11 @@ def _empty(title: str, axis: str) -> figure:
 
 
 def _source(curve: StudyCurve, shift: float = 0.0, names: Sequence[str] = ()) -> ColumnDataSource:
-    halves = [one.half or 0.0 for one in curve.values]
-    means = [one.mean for one in curve.values]
     data: dict[str, Any] = {
         "place": [place + shift for place in curve.places],
-        "mean": means,
-        "low": [mean - half for mean, half in zip(means, halves, strict=True)],
-        "high": [mean + half for mean, half in zip(means, halves, strict=True)],
+        "mean": [one.mean for one in curve.values],
+        "low": curve.low,
+        "high": curve.high,
         "shown": [_shown(one) for one in curve.values],
     }
     if names:
@@ -96,4 +94,4 @@ def _shown(one: Interval) -> str:
     """Return a mean with its interval as text; a mean without one stands alone."""
     if one.half is None:
         return f"{one.mean:.3f}"
-    return f"{one.mean:.3f} ({one.mean - one.half:.3f} to {one.mean + one.half:.3f})"
+    return f"{one.mean:.3f} ({one.low:.3f} to {one.high:.3f})"
