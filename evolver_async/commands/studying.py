@@ -47,6 +47,7 @@ def study(args: argparse.Namespace) -> int:
         before = directory.existing(chosen.out)
         if before is not None:
             directory.refuse_another(before, chosen)
+            directory.refuse_changed_code(chosen)
         for cell in chosen.cells:
             print(f"{cell.name}: {' '.join(cell.changes) or 'the recipe as it is'}")
         _print_plan(chosen, args.jobs)

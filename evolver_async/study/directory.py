@@ -1,8 +1,8 @@
 """The directory of a study: its frozen definition, its runs, their states and failures.
 
-`definition.yaml` is the study, `cells/` the resolved recipe of every cell, `runs/` their run
-directories, `cold/` those of the cold starts, `logs/` the output of `train`, `failures.json` the
-errors of failed runs.
+`definition.yaml` is the study, `cells/` the resolved recipe of every cell, `code.json` and `code/`
+the digests and copies of the own modules that they name, `runs/` their run directories, `cold/`
+those of the cold starts, `logs/` the output of `train`, `failures.json` the errors of failed runs.
 """
 
 import difflib
@@ -16,6 +16,8 @@ from evolver_async.config import Config, ConfigError
 from evolver_async.config.load import dump, load, load_written
 from evolver_async.config.secrets import escaped, mask
 from evolver_async.files import write_whole
+from evolver_async.launch import own_code
+from evolver_async.launch.run_directory import facts_of
 from evolver_async.study import definition as definitions
 from evolver_async.study.cells import Cell, as_arguments, cells_of, cold_stages, differences
 from evolver_async.study.definition import Definition, flow
@@ -23,6 +25,7 @@ from evolver_async.watch.runs import END
 
 DEFINITION = "definition.yaml"
 FAILURES = "failures.json"
+CODE = "code.json"  # digests of own modules by file
 OPEN = ("waiting", "unfinished")  # states of runs that are still to be run
 FIXED = ("seeds", "variants", "grid", "tie", "cold_start")  # shape the runs; others their reading
 
@@ -92,16 +95,20 @@ def existing(out: Path) -> Study | None:
 
 
 def begin(study: Study) -> None:
-    """Write the definition and the recipe of every cell, or refuse another study's directory."""
+    """Write the definition, the recipe of every cell and its own code, or refuse another study's
+    directory."""
     before = existing(study.out)
     if before is not None:
         refuse_another(before, study)
+        refuse_changed_code(study)
     elif (study.out / "runs").exists():
         raise ConfigError(f"{study.out}: has runs of no study (no {DEFINITION}); choose another")
     else:
         (study.out / "cells").mkdir(parents=True, exist_ok=True)
         for name, config in study.configs.items():
             dump(config, _frozen(study.out, name))
+        code = own_code.keep(own_code.own_code(study.configs.values()), study.out)
+        write_whole(study.out / CODE, json.dumps(code, indent=1))
     write_whole(study.out / DEFINITION, definitions.dump(study.definition))
 
 
@@ -110,6 +117,24 @@ def refuse_another(before: Study, after: Study) -> None:
     if difference := difference_of(before, after):
         raise ConfigError(
             f"{after.out}: holds another study: {mask(difference)}; choose another --out"
+        )
+
+
+def refuse_changed_code(study: Study) -> None:
+    """Raise ConfigError if own code is not what the study began with: its runs would not compare.
+
+    Only a study that began before its code was recorded goes on with any.
+    """
+    before = facts_of(study.out / CODE)
+    if before is None:
+        return
+    now = own_code.digests(own_code.own_code(study.configs.values()))
+    if difference := own_code.changed(before, now):
+        name = difference.partition(" ")[0]
+        kept = own_code.copy_of(study.out, name, before[name]) if name in before else None
+        hint = f"put {kept} back, or " if kept else ""
+        raise ConfigError(
+            f"{study.out}: own code: {difference} since the study began; {hint}choose another --out"
         )
 
 

@@ -11,6 +11,7 @@ from studies import EPISODES, STEP_S, TURNS, made_study, run_of, write_cold, wri
 from evolver_async.config import Config, ConfigError, StageConfig
 from evolver_async.report.plots.study_figures import bands
 from evolver_async.study import directory, plots, report
+from evolver_async.study.cells import cells_of
 from evolver_async.study.curves import StudyCurve, by_lag, height, mean_curve, reached
 from evolver_async.study.definition import Definition, Threshold
 from evolver_async.study.directory import Study, difference_of, existing, record_failure, state_of
@@ -401,6 +402,34 @@ def test_another_study_is_refused_and_named(study: Study) -> None:
     config = study.configs["weight_lag-4"]
     config.learner.lr = 0.25
     with pytest.raises(ConfigError, match=r"cell weight_lag-4: learner.lr was 0.0005, is 0.25"):
+        directory.begin(study)
+
+
+def test_a_study_whose_own_code_has_changed_is_refused_with_the_name_of_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    own = tmp_path / "study_env.py"
+    own.write_text("class Maze: ...\n")
+    definition = Definition("recipe", grid=LAGS.grid)
+    config = Config(stages=[StageConfig(steps=4)])
+    config.env.name = "study_env:Maze"
+    study = Study(
+        tmp_path / "study",
+        definition,
+        cells_of(definition),
+        {cell.name: config for cell in cells_of(definition)},
+    )
+    directory.begin(study)
+    directory.begin(study)  # continued
+    own.write_text("class Maze: size = 2\n")
+    with pytest.raises(ConfigError, match=r"own code: study_env.py has changed since .* put (\S+)"):
+        directory.begin(study)
+    (kept,) = (study.out / "code").glob("*/study_env.py")
+    own.write_text(kept.read_text())
+    directory.begin(study)
+    own.unlink()
+    with pytest.raises(ConfigError, match=r"own code: study_env.py is gone since"):
         directory.begin(study)
 
 
