@@ -47,6 +47,7 @@ def study(args: argparse.Namespace) -> int:
         before = directory.existing(chosen.out)
         if before is not None:
             directory.refuse_another(before, chosen)
+            directory.refuse_changed_code(chosen)
         for cell in chosen.cells:
             print(f"{cell.name}: {' '.join(cell.changes) or 'the recipe as it is'}")
         _print_plan(chosen, args.jobs)
@@ -74,8 +75,11 @@ def _study_of(args: argparse.Namespace) -> Study:
     cells = cells_of(definition)
     if recipe is None:
         assert before is not None
-        return Study(args.out, definition, cells, before.configs)
-    return Study(args.out, definition, cells, configs_of(definition, recipe, cells))
+        chosen = Study(args.out, definition, cells, before.configs)
+    else:
+        chosen = Study(args.out, definition, cells, configs_of(definition, recipe, cells))
+    _ = chosen.baseline  # an unknown one is refused before anything starts
+    return chosen
 
 
 def _written(text: str) -> tuple[Definition, Path]:
@@ -101,6 +105,8 @@ def _with_options(definition: Definition, args: argparse.Namespace) -> Definitio
         values["threshold"] = definitions.parse_threshold(args.threshold)
     if args.equivalence is not None:
         values["equivalence"] = definitions.parse_margin(args.equivalence)
+    if args.baseline is not None:
+        values["baseline"] = args.baseline
     if args.cold_start:
         values["cold_start"] = True
     return replace(definition, **values)  # pyright: ignore[reportArgumentType]

@@ -8,6 +8,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
+
 from evolver_async.commands.checked import as_config_errors, run_directory
 from evolver_async.commands.recipes import names_file, recipe_path
 from evolver_async.config import Config, ConfigError
@@ -15,7 +17,7 @@ from evolver_async.config.load import load_explained, load_written
 from evolver_async.config.model_defaults import said
 from evolver_async.config.paths import directory_of, with_absolute_paths
 from evolver_async.errors import TRAINING_ERROR, USER_ERROR, TrainingError, Unrecoverable
-from evolver_async.launch import forking, pace
+from evolver_async.launch import forking, own_code, pace
 from evolver_async.launch.creation import create
 from evolver_async.launch.pace import Pace
 from evolver_async.launch.registry import LAUNCHERS, resolve
@@ -58,7 +60,8 @@ def train(args: argparse.Namespace) -> int:
                 held.enter_context(prometheus.served(run_dir, config))
         held.enter_context(live.shown(run_dir, config, config.metrics.panel))
         set_up_logging(run_dir / "logs" / "launcher.log", logging.WARNING)
-        _announce(run_dir, args)
+        with as_config_errors():
+            _announce(run_dir, config, args)
         runs.begin(run_dir)
         gauges = GaugeThread(run_dir, "launcher")
         gauges.start()
@@ -84,10 +87,12 @@ def train(args: argparse.Namespace) -> int:
     return code
 
 
-def _announce(run_dir: Path, args: argparse.Namespace) -> None:
+def _announce(run_dir: Path, config: Config, args: argparse.Namespace) -> None:
     """Record this launch; alert of a restart, and of an earlier launch that was killed."""
     recipe, _ = _recipe_of(args)
-    before = launches.record(run_dir, recipe and str(recipe), sys.argv[1:], versions())
+    code, git = own_code.keep(own_code.own_code([config]), run_dir), own_code.git_state(Path())
+    facts = recipe and str(recipe), sys.argv[1:], versions(), code, git and msgspec.to_builtins(git)
+    before = launches.record(run_dir, *facts)
     if before and not (run_dir / runs.END).exists():
         alert(run_dir, "crash of the launcher", "the launch before this one was killed", "ERROR")
     if before:

@@ -4,6 +4,7 @@ The columns `step`, `progress/env_steps`, `progress/tokens` and `time_s` are in 
 metrics.jsonl, so that a curve can be drawn over any of them; the axis is that of the first look.
 """
 
+import math
 import re
 
 STEP, ENV_STEPS, TOKENS, SECONDS = "step", "progress/env_steps", "progress/tokens", "time_s"
@@ -55,6 +56,21 @@ BEST = {  # the best or the worst value beside the last one
     "wandb/restarts": "max",
     "supervision/longest_s": "max",
 }
+
+
+# Means over episodes, turns or tokens of what is true or false; and the share of an ideal sample.
+RATE = re.compile(
+    r"(.*/)?(success|(avg|best)@\d+)|train/success/.+|dpo/accuracy"
+    r"|offpolicy\w*/(ess|masked|clip_low|clip_high)"
+)
+NOT_NEGATIVE = ("offpolicy/kl", "staleness/mean")
+
+
+def bounds_of(name: str) -> tuple[float, float]:
+    """Return the least and the largest value that a metric can have; infinite ones if unknown."""
+    if RATE.fullmatch(name):
+        return 0.0, 1.0
+    return 0.0 if name in NOT_NEGATIVE else -math.inf, math.inf
 
 
 def evaluated(name: str) -> bool:

@@ -1,9 +1,10 @@
-"""Launches of a run, <run>/launches.jsonl: recipe, command line and versions of each."""
+"""Launches of a run, <run>/launches.jsonl: recipe, command line, versions and own code of each."""
 
 import shlex
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from evolver_async.config.secrets import looks_secret, mask
@@ -13,15 +14,26 @@ LAUNCHES = "launches.jsonl"
 
 
 def record(
-    run_dir: Path, recipe: str | None, arguments: Sequence[str], versions: Mapping[str, str]
+    run_dir: Path,
+    recipe: str | None,
+    arguments: Sequence[str],
+    versions: Mapping[str, str],
+    code: Mapping[str, str] = MappingProxyType({}),
+    git: Mapping[str, Any] | None = None,
 ) -> int:
-    """Append a launch; return the number of those before it. `recipe`: None for a resume."""
+    """Append a launch; return the number of those before it.
+
+    `recipe`: None for a resume. `code`: digests of own modules by file. `git`: commit and state of
+    the working directory, None without one.
+    """
     before = len(launches(run_dir))
     row = {
         "time": time.time(),
         "recipe": recipe,
         "command": mask(shlex.join(["evolver-async", *map(_shown, arguments)])),
         "versions": dict(versions),
+        "code": dict(code),
+        "git": git and dict(git),
     }
     append_row(run_dir / LAUNCHES, row)
     return before

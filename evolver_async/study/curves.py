@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from evolver_async.metrics.families import bounds_of
 from evolver_async.study.results import BUCKETS, Point
 from evolver_async.study.statistics import Interval, interval, weighted_mean
 from evolver_async.study.summary import CellSummary
@@ -27,6 +28,15 @@ class StudyCurve:
     places: list[float]
     values: list[Interval]
 
+    @property
+    def low(self) -> list[float]:
+        """The lower ends of the intervals; the mean where there is none."""
+        return [one.mean if one.low is None else one.low for one in self.values]
+
+    @property
+    def high(self) -> list[float]:
+        return [one.mean if one.high is None else one.high for one in self.values]
+
 
 def mean_curve(cell: CellSummary, axis: Axis) -> StudyCurve | None:
     """Return the mean curve of a cell's finished runs, None without a range that all of them cover.
@@ -37,7 +47,7 @@ def mean_curve(cell: CellSummary, axis: Axis) -> StudyCurve | None:
     curves = [
         [(_at(point, axis), point.value) for point in one.points]
         for one in cell.results
-        if one.state == "finished" and one.points
+        if one.counts and one.points
     ]
     if not curves or any(math.isnan(place) for curve in curves for place, _ in curve):
         return None
@@ -51,7 +61,9 @@ def mean_curve(cell: CellSummary, axis: Axis) -> StudyCurve | None:
         step = (high - low) / (GRID_POINTS - 1)
         places = [low + step * index for index in range(GRID_POINTS)]
     columns = [[height(one, place) for one in curves] for place in places]
-    return StudyCurve(cell.cell.name, places, [interval(column) for column in columns])
+    bounds = bounds_of(cell.metric)
+    values = [interval(column, bounds=bounds) for column in columns]
+    return StudyCurve(cell.cell.name, places, values)
 
 
 def _at(point: Point, axis: Axis) -> float:
@@ -109,10 +121,10 @@ def by_lag(cell: CellSummary, measure: str) -> StudyCurve:
 
     The places are those of `BUCKETS`; the values have no interval.
     """
-    finished = [one for one in cell.results if one.state == "finished"]
+    counted = [one for one in cell.results if one.counts]
     places, values = [], []
     for place, bucket in enumerate(BUCKETS):
-        found = (one.by_lag.get((measure, bucket)) for one in finished)
+        found = (one.by_lag.get((measure, bucket)) for one in counted)
         mean = weighted_mean([pair for pair in found if pair is not None])
         if mean is not None:
             places.append(float(place))

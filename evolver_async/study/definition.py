@@ -50,6 +50,7 @@ class Definition:
     threshold: Threshold = DEFAULT_THRESHOLD
     equivalence: float = 0.0  # margin of the test for equivalence; 0: no test
     cold_start: bool = False  # train the first supervised stages once a seed
+    baseline: str = ""  # the cell that others are compared with; "": the first
 
     def __post_init__(self) -> None:
         if VARIANT in self.grid or VARIANT in self.overrides:
@@ -123,6 +124,7 @@ def _of_tree(tree: dict[str, Any]) -> Definition:
         "overrides": _texts,
         "threshold": parse_threshold,
         "equivalence": parse_margin,
+        "baseline": str,
     }
     values: dict[str, Any] = {}
     for name, value in tree.items():
@@ -268,5 +270,6 @@ def dump(definition: Definition) -> str:
         "threshold": str(definition.threshold),
         "equivalence": definition.equivalence,
         "cold_start": definition.cold_start,
+        "baseline": definition.baseline,
     }
     return yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)

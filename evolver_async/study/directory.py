@@ -1,10 +1,11 @@
 """The directory of a study: its frozen definition, its runs, their states and failures.
 
-`definition.yaml` is the study, `cells/` the resolved recipe of every cell, `runs/` their run
-directories, `cold/` those of the cold starts, `logs/` the output of `train`, `failures.json` the
-errors of failed runs.
+`definition.yaml` is the study, `cells/` the resolved recipe of every cell, `code.json` and `code/`
+the digests and copies of the own modules that they name, `runs/` their run directories, `cold/`
+those of the cold starts, `logs/` the output of `train`, `failures.json` the errors of failed runs.
 """
 
+import difflib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,8 @@ from evolver_async.config import Config, ConfigError
 from evolver_async.config.load import dump, load, load_written
 from evolver_async.config.secrets import escaped, mask
 from evolver_async.files import write_whole
+from evolver_async.launch import own_code
+from evolver_async.launch.run_directory import facts_of
 from evolver_async.study import definition as definitions
 from evolver_async.study.cells import Cell, as_arguments, cells_of, cold_stages, differences
 from evolver_async.study.definition import Definition, flow
@@ -22,6 +25,7 @@ from evolver_async.watch.runs import END
 
 DEFINITION = "definition.yaml"
 FAILURES = "failures.json"
+CODE = "code.json"  # digests of own modules by file
 OPEN = ("waiting", "unfinished")  # states of runs that are still to be run
 FIXED = ("seeds", "variants", "grid", "tie", "cold_start")  # shape the runs; others their reading
 
@@ -30,12 +34,27 @@ RunState = Literal["waiting", "unfinished", "finished", "failed"]
 
 @dataclass(frozen=True)
 class Study:
-    """A study with its directory and the resolved configuration of every cell."""
+    """A study with its directory and the resolved configuration of every cell.
+
+    given: the runs, if these are not the study's own (`given.compared`).
+    """
 
     out: Path
     definition: Definition
     cells: Sequence[Cell]
     configs: Mapping[str, Config]
+    given: "Sequence[CellRun]" = ()
+
+    @property
+    def baseline(self) -> Cell:
+        """The cell that the others are compared with. ConfigError if there is none of its name."""
+        wanted = self.definition.baseline
+        names = [cell.name for cell in self.cells]
+        if wanted and wanted not in names:
+            close = difflib.get_close_matches(wanted, names, 1)
+            hint = f", did you mean {close[0]}?" if close else f"; cells are: {', '.join(names)}"
+            raise ConfigError(f"baseline: the study has no cell {wanted}{hint}")
+        return self.cells[names.index(wanted) if wanted else 0]
 
 
 @dataclass(frozen=True)
@@ -54,6 +73,8 @@ class CellRun:
 
 def runs_of(study: Study) -> list[CellRun]:
     """Return the runs of all cells, seed by seed, so that pairs are complete early."""
+    if study.given:
+        return [*study.given]
     return [
         CellRun(cell, seed, study.out / "runs" / f"{cell.name}-s{seed}")
         for seed in study.definition.seeds
@@ -80,16 +101,20 @@ def existing(out: Path) -> Study | None:
 
 
 def begin(study: Study) -> None:
-    """Write the definition and the recipe of every cell, or refuse another study's directory."""
+    """Write the definition, the recipe of every cell and its own code, or refuse another study's
+    directory."""
     before = existing(study.out)
     if before is not None:
         refuse_another(before, study)
+        refuse_changed_code(study)
     elif (study.out / "runs").exists():
         raise ConfigError(f"{study.out}: has runs of no study (no {DEFINITION}); choose another")
     else:
         (study.out / "cells").mkdir(parents=True, exist_ok=True)
         for name, config in study.configs.items():
             dump(config, _frozen(study.out, name))
+        code = own_code.keep(own_code.own_code(study.configs.values()), study.out)
+        write_whole(study.out / CODE, json.dumps(code, indent=1))
     write_whole(study.out / DEFINITION, definitions.dump(study.definition))
 
 
@@ -98,6 +123,24 @@ def refuse_another(before: Study, after: Study) -> None:
     if difference := difference_of(before, after):
         raise ConfigError(
             f"{after.out}: holds another study: {mask(difference)}; choose another --out"
+        )
+
+
+def refuse_changed_code(study: Study) -> None:
+    """Raise ConfigError if own code is not what the study began with: its runs would not compare.
+
+    Only a study that began before its code was recorded goes on with any.
+    """
+    before = facts_of(study.out / CODE)
+    if before is None:
+        return
+    now = own_code.digests(own_code.own_code(study.configs.values()))
+    if difference := own_code.changed(before, now):
+        name = difference.partition(" ")[0]
+        kept = own_code.copy_of(study.out, name, before[name]) if name in before else None
+        hint = f"put {kept} back, or " if kept else ""
+        raise ConfigError(
+            f"{study.out}: own code: {difference} since the study began; {hint}choose another --out"
         )
 
 

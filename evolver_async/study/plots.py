@@ -25,6 +25,7 @@ from evolver_async.study.curves import (
 )
 from evolver_async.study.directory import Study
 from evolver_async.study.results import BUCKETS, BY_LAG, LABELS, RunResult
+from evolver_async.study.statistics import Interval
 from evolver_async.study.summary import CellSummary, cells_summary
 
 SIZE = (7.0, 4.5)  # inches
@@ -46,10 +47,13 @@ def write(study: Study, results: Sequence[RunResult]) -> None:
     for key in study.cells[0].swept:
         with _figure(folder / f"final_by_{_file_name(key)}.png", key, f"final {metric}") as axes:
             for curve in finals(cells, key):
-                halves = [math.nan if one.half is None else one.half for one in curve.values]
-                means = [one.mean for one in curve.values]
                 axes.errorbar(
-                    curve.places, means, yerr=halves, marker="o", capsize=3, label=curve.label
+                    curve.places,
+                    [one.mean for one in curve.values],
+                    yerr=[*zip(*map(_arms, curve.values), strict=True)] or None,
+                    marker="o",
+                    capsize=3,
+                    label=curve.label,
                 )
             order = swept_values(cells, key)
             axes.set_xticks(range(len(order)), order)
@@ -100,9 +104,14 @@ def _band(axes: Any, curve: StudyCurve) -> None:
     means = [one.mean for one in curve.values]
     mark = "o" if len(means) == 1 else ""  # a line of one point is invisible
     (line,) = axes.plot(curve.places, means, label=curve.label, linewidth=1.5, marker=mark)
-    halves = [one.half or 0.0 for one in curve.values]
-    if any(halves):
-        low = [mean - half for mean, half in zip(means, halves, strict=True)]
-        high = [mean + half for mean, half in zip(means, halves, strict=True)]
+    if any(one.half for one in curve.values):
         color = line.get_color()
-        axes.fill_between(curve.places, low, high, color=color, alpha=0.15, linewidth=0)
+        axes.fill_between(curve.places, curve.low, curve.high, color=color, alpha=0.15, linewidth=0)
+
+
+def _arms(one: Interval) -> tuple[float, float]:
+    """Return the parts of an interval below and above its mean; nan, which is not drawn, if there
+    is none."""
+    if one.low is None or one.high is None:
+        return math.nan, math.nan
+    return one.mean - one.low, one.high - one.mean

@@ -55,6 +55,7 @@ class RunResult:
     """Results of one run so far; `points` are those of the threshold's metric.
 
     `tested`: the metric over the split test at the end of the run, None before it or without one.
+    `counts`: it is in the means: it is finished, or was given as it is and has not failed.
     `distinct`: different tasks of its last evaluation, None if the metric is not of evaluations.
     """
 
@@ -67,6 +68,7 @@ class RunResult:
     by_lag: dict[tuple[str, str], tuple[float, float]]  # (metric, bucket) to mean and tokens
     tested: float | None
     distinct: int | None
+    counts: bool
 
     @property
     def final(self) -> float | None:
@@ -118,6 +120,7 @@ def _result(study: Study, run: CellRun, from_cold: bool) -> RunResult:
         by_lag=dict(_by_lag(taken)),
         tested=tested[-1].value if tested else None,
         distinct=int(distinct[-1].value) if distinct else None,
+        counts=state == "finished" or (bool(study.given) and state == "unfinished"),
     )
 
 

@@ -14,17 +14,35 @@ from typing import NamedTuple
 import mpmath
 
 CONFIDENCE = 0.95
+UNBOUNDED = (-math.inf, math.inf)
 
 
 class Interval(NamedTuple):
     """Mean of a sample with the half width of its confidence interval.
 
-    `half` is None for a sample of one, `mean` is nan for an empty one.
+    `half` is None for a sample of one, `mean` is nan for an empty one. `bounds`: the least and the
+    largest mean that can be; the part of the interval beyond them covers no mean, so it is cut off.
     """
 
     mean: float
     half: float | None
     count: int
+    bounds: tuple[float, float] = UNBOUNDED
+
+    @property
+    def low(self) -> float | None:
+        return None if self.half is None else max(self.mean - self.half, self.bounds[0])
+
+    @property
+    def high(self) -> float | None:
+        return None if self.half is None else min(self.mean + self.half, self.bounds[1])
+
+    @property
+    def is_cut(self) -> bool:
+        """True if the interval is not as wide to both sides."""
+        return self.half is not None and (
+            self.mean - self.half < self.bounds[0] or self.mean + self.half > self.bounds[1]
+        )
 
 
 class Reach(NamedTuple):
@@ -34,15 +52,20 @@ class Reach(NamedTuple):
     censored: int
 
 
-def interval(values: Sequence[float], confidence: float = CONFIDENCE) -> Interval:
+def interval(
+    values: Sequence[float],
+    confidence: float = CONFIDENCE,
+    bounds: tuple[float, float] = UNBOUNDED,
+) -> Interval:
     """Return the mean and its interval by Student's t distribution with n - 1 degrees."""
     count = len(values)
     if count == 0 or not all(map(math.isfinite, values)):
-        return Interval(math.nan, None, count)
+        return Interval(math.nan, None, count, bounds)
     if count == 1:
-        return Interval(values[0], None, 1)
+        return Interval(values[0], None, 1, bounds)
     quantile = _student_quantile((1 - confidence) / 2, count - 1)
-    return Interval(fmean(values), quantile * stdev(values) / math.sqrt(count), count)
+    half = quantile * stdev(values) / math.sqrt(count)
+    return Interval(fmean(values), half, count, bounds)
 
 
 def _student_tail(value: float, degrees: int) -> float:
@@ -70,9 +93,15 @@ def _student_quantile(tail: float, degrees: int) -> float:
     )
 
 
-def paired(values: Mapping[int, float], baseline: Mapping[int, float]) -> list[float]:
-    """Return `values - baseline` over the seeds that both have, in the order of the seeds."""
-    return [values[seed] - baseline[seed] for seed in sorted(values.keys() & baseline.keys())]
+def paired(values: Mapping[int, float], baseline: Mapping[int, float]) -> dict[int, float]:
+    """Return `values - baseline` by seed, over the seeds that both have, in their order."""
+    return {seed: values[seed] - baseline[seed] for seed in sorted(values.keys() & baseline.keys())}
+
+
+def mean_by_seed(samples: Sequence[Mapping[int, float]]) -> dict[int, float]:
+    """Return the mean over the samples by seed, of the seeds that all of them have."""
+    seeds = sorted(set.intersection(*(set(sample) for sample in samples)) if samples else ())
+    return {seed: fmean(sample[seed] for sample in samples) for seed in seeds}
 
 
 def equivalence(differences: Sequence[float], margin: float) -> float | None:

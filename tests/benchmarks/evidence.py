@@ -18,8 +18,13 @@ from evolver_async.config import ConfigError
 from evolver_async.study import directory, plots
 from evolver_async.study.directory import Study
 from evolver_async.study.results import RunResult, results_of
-from evolver_async.study.statistics import interval, paired
-from evolver_async.study.summary import CellSummary, cells_summary, evaluated_on, shown
+from evolver_async.study.summary import (
+    CellSummary,
+    cells_summary,
+    evaluated_on,
+    final_difference,
+    shown,
+)
 
 ROOT = Path(__file__).parents[2]
 OPENING, CLOSING = "<!-- evidence -->", "<!-- /evidence -->"
@@ -38,10 +43,10 @@ def row_of(one: Evidence, first: Evidence | None) -> dict[str, str]:
     if first is one:
         difference = "baseline"
     elif first is not None:
-        pairs = paired(summary.finals, first.summary.finals)
-        difference = shown(interval(pairs), sign="+")
-        if 1 < len(pairs) < summary.final.count:
-            difference += f" ({len(pairs)} pairs)"
+        found = final_difference(summary, first.summary)
+        difference = shown(found, sign="+")
+        if 1 < found.count < summary.final.count:
+            difference += f" ({found.count} pairs)"
         equal = shown(at_equal_steps(one, first), sign="+")
     if first is not None:
         ratio = one.env_steps.over(first.env_steps)

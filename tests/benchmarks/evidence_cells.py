@@ -11,6 +11,7 @@ from evolver_async.study.statistics import Interval, interval
 from evolver_async.study.summary import CellSummary
 
 NOTHING = "–"
+SHARE = (0.0, 1.0)
 
 
 @dataclass(frozen=True)
@@ -78,9 +79,9 @@ def evidence_of(cell: CellSummary, threshold: float) -> Evidence | None:
         curve=by_env_steps,
         env_steps=amount(by_env_steps, threshold),
         steps=amount(by_step, threshold),
-        wasted_last=interval([found[-1] for found in wasted]),
-        wasted_mean=interval([statistics.fmean(found) for found in wasted]),
-        freed=interval([statistics.fmean(found) for found in freed]),
+        wasted_last=interval([found[-1] for found in wasted], bounds=SHARE),
+        wasted_mean=interval([statistics.fmean(found) for found in wasted], bounds=SHARE),
+        freed=interval([statistics.fmean(found) for found in freed], bounds=SHARE),
     )
 
 
@@ -95,7 +96,7 @@ def at_equal_steps(one: Evidence, first: Evidence) -> Interval:
             places = [point.env_steps for point in run.points]
             values = [point.value for point in run.points]
             differences.append(float(np.interp(end.env_steps, places, values)) - end.value)
-    return interval(differences)
+    return interval(differences, bounds=(-1.0, 1.0))
 
 
 def values_of(result: RunResult, metric: str) -> list[float]:

@@ -108,15 +108,16 @@ def test_the_results_get_the_full_table(study: Study, script: Script, tmp_path: 
         "| variant | seeds | success | difference | at equal steps | mean of the curve"
         " | environment steps | ratio | RL steps | wasted, last | wasted, mean | freed |",
         f"|{' --- |' * 12}",
-        "| `none` | 2 of 2 | 0.700 ± 1.271 | baseline | – | 0.317 ± 0.212 | 56 | 1.00 | 2"
+        "| `none` | 2 of 2 | 0.700 (0.000 to 1.000) | baseline | – | 0.317 ± 0.212 | 56 | 1.00 | 2"
         " | – | – | – |",
-        "| `N` | 2 of 2 | 0.850 ± 0.635 | +0.150 ± 0.635 | +0.150 ± 0.635 | 0.475 ± 0.106"
+        "| `N` | 2 of 2 | 0.850 (0.215 to 1.000) | +0.150 ± 0.635 | +0.150 ± 0.635 | 0.475 ± 0.106"
         " | 36 | 0.64 | 2 | 0.200 ± 0.000 | 0.100 ± 0.000 | 0.030 ± 0.000 |",
         "| `sparse` | 1 of 2 | 0.200 (one seed) | -0.400 (one seed) | -0.400 (one seed)"
         " | 0.067 (one seed) | not reached | > 1.29 | not reached | – | – | – |",
         "| `sparse_A` | 1 of 2 | 0.300 (one seed) | -0.300 (one seed) | -0.300 (one seed)"
         " | 0.150 (one seed) | not reached | > 1.29 | not reached | – | – | – |",
-        "| `only_own` | 2 of 2 | 0.350 ± 0.000 | -0.350 ± 1.271 | -0.350 ± 1.271 | 0.158 ± 0.000"
+        "| `only_own` | 2 of 2 | 0.350 ± 0.000 | -0.350 (-1.000 to +0.921)"
+        " | -0.350 (-1.000 to +0.921) | 0.158 ± 0.000"
         " | not reached | > 1.29 | not reached | – | – | – |",
     ]
     whole = " ".join(meaning.split())
@@ -152,13 +153,14 @@ def test_the_page_gets_a_short_table_and_a_picture(
     table = textwrap.dedent("""
         | variant | seeds | success | difference | at equal steps | environment steps | ratio |
         | --- | --- | --- | --- | --- | --- | --- |
-        | `none` | 2 of 2 | 0.700 ± 1.271 | baseline | – | 56 | 1.00 |
-        | `N` | 2 of 2 | 0.850 ± 0.635 | +0.150 ± 0.635 | +0.150 ± 0.635 | 36 | 0.64 |
+        | `none` | 2 of 2 | 0.700 (0.000 to 1.000) | baseline | – | 56 | 1.00 |
+        | `N` | 2 of 2 | 0.850 (0.215 to 1.000) | +0.150 ± 0.635 | +0.150 ± 0.635 | 36 | 0.64 |
         | `sparse` | 1 of 2 | 0.200 (one seed) | -0.400 (one seed) | -0.400 (one seed) \
 | not reached | > 1.29 |
         | `sparse_A` | 1 of 2 | 0.300 (one seed) | -0.300 (one seed) | -0.300 (one seed) \
 | not reached | > 1.29 |
-        | `only_own` | 2 of 2 | 0.350 ± 0.000 | -0.350 ± 1.271 | -0.350 ± 1.271 \
+        | `only_own` | 2 of 2 | 0.350 ± 0.000 | -0.350 (-1.000 to +0.921) \
+| -0.350 (-1.000 to +0.921) \
 | not reached | > 1.29 |
         """)
     picture = "![Success on held-out tasks by environment steps](evidence.png)"
@@ -195,7 +197,7 @@ def test_without_the_first_cell_nothing_is_compared(script: Script, tmp_path: Pa
     assert script(study.out) == 0
     said = between_markers(tmp_path / "RESULTS.md")
     assert "2 of 12\nruns are" in said and "`none`, `A`, `sparse`" in said
-    assert "| `N` | 2 of 2 | 0.850 ± 0.635 | – | – | 0.475 ± 0.106 | 36 | – | 2 |" in said
+    assert "| `N` | 2 of 2 | 0.850 (0.215 to 1.000) | – | – | 0.475 ± 0.106 | 36 | – | 2 |" in said
 
 
 @pytest.mark.parametrize(

@@ -14,9 +14,10 @@ HEIGHT = 420
 TOOLS = "pan,box_zoom,wheel_zoom,reset,save"
 
 
-def bands(title: str, axis: str, curves: Sequence[StudyCurve]) -> figure:
-    """Return curves over numbers; a band shows each interval."""
+def bands(title: str, axis: str, curves: Sequence[StudyCurve], *, name: str = "") -> figure:
+    """Return curves over numbers; a band shows each interval. `name`: the figure's, for scripts."""
     made = _empty(title, axis)
+    made.name = name
     for index, curve in enumerate(curves):
         source, color = _source(curve), PALETTE[index % len(PALETTE)]
         if any(one.half for one in curve.values):
@@ -71,18 +72,16 @@ def _empty(title: str, axis: str) -> figure:
 
 
 def _source(curve: StudyCurve, shift: float = 0.0, names: Sequence[str] = ()) -> ColumnDataSource:
-    halves = [one.half or 0.0 for one in curve.values]
-    means = [one.mean for one in curve.values]
     data: dict[str, Any] = {
         "place": [place + shift for place in curve.places],
-        "mean": means,
-        "low": [mean - half for mean, half in zip(means, halves, strict=True)],
-        "high": [mean + half for mean, half in zip(means, halves, strict=True)],
+        "mean": [one.mean for one in curve.values],
+        "low": curve.low,
+        "high": curve.high,
         "shown": [_shown(one) for one in curve.values],
     }
     if names:
         data["name"] = [names[int(place)] for place in curve.places]
-    return ColumnDataSource(data)
+    return ColumnDataSource(data, name=curve.label)
 
 
 def _with_intervals(curve: StudyCurve) -> StudyCurve:
@@ -96,4 +95,4 @@ def _shown(one: Interval) -> str:
     """Return a mean with its interval as text; a mean without one stands alone."""
     if one.half is None:
         return f"{one.mean:.3f}"
-    return f"{one.mean:.3f} ({one.mean - one.half:.3f} to {one.mean + one.half:.3f})"
+    return f"{one.mean:.3f} ({one.low:.3f} to {one.high:.3f})"

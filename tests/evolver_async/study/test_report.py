@@ -11,12 +11,13 @@ from studies import EPISODES, STEP_S, TURNS, made_study, run_of, write_cold, wri
 from evolver_async.config import Config, ConfigError, StageConfig
 from evolver_async.report.plots.study_figures import bands
 from evolver_async.study import directory, plots, report
+from evolver_async.study.cells import cells_of
 from evolver_async.study.curves import StudyCurve, by_lag, height, mean_curve, reached
 from evolver_async.study.definition import Definition, Threshold
 from evolver_async.study.directory import Study, difference_of, existing, record_failure, state_of
 from evolver_async.study.results import RECEIVED_TURNS, results_of, rows_of
 from evolver_async.study.statistics import Interval, Reach
-from evolver_async.study.summary import cells_summary, shown_reach, text
+from evolver_async.study.summary import cells_summary, effects, shown_reach, text
 
 LAGS = Definition(
     "recipe",
@@ -109,9 +110,91 @@ def test_a_failed_run_is_listed_and_in_no_mean(study: Study) -> None:
     assert (first.finished, second.finished) == (3, 2)
     assert second.final.mean == pytest.approx(0.65)
     assert "| `weight_lag-4` | 2 of 3 |" in said
-    # pairs: seeds 0 and 1, differences -.1 and -.3; t(.975, 1) = 12.706
-    assert f"-0.200 ± {12.7062 * 0.1:.3f} | 2 |" in said
+    # pairs: seeds 0 and 1, differences -.1 and -.3; t(.975, 1) = 12.706 leads beyond -1 and 1
+    assert "| -0.200 (-1.000 to +1.000) | 2 |" in said
     assert "not shown (TOST p = " in said
+
+
+CROSSED = {"actors.weight_lag": ("0", "8"), "correction.kind": ("none", "ppo", "vcpo")}
+FINALS = {  # by lag and correction, over the seeds
+    ("0", "none"): (0.5, 0.6, 0.7),
+    ("0", "ppo"): (0.6, 0.6, 0.9),
+    ("0", "vcpo"): (0.5, 0.5, 0.5),
+    ("8", "none"): (0.1, 0.2, 0.3),
+    ("8", "ppo"): (0.3, 0.5, None),
+    ("8", "vcpo"): (0.4, 0.4, 0.4),
+}
+
+
+def crossed(out: Path, **changes: Any) -> Study:
+    """Two lags by three corrections; one run is not finished."""
+    study = made_study(out, Definition("recipe", grid=CROSSED, **changes))
+    for (lag, kind), finals in FINALS.items():
+        for seed, final in enumerate(finals):
+            if final is not None:
+                write_run(run_of(study, f"weight_lag-{lag}_kind-{kind}", seed), [final])
+    return study
+
+
+def found_effects(study: Study, key: str) -> list[tuple[str, dict[str, str] | None, float, int]]:
+    cells = cells_summary(study, results_of(study))
+    return [
+        (one.value, one.level, round(one.difference.mean, 6), one.difference.count)
+        for one in effects(cells, study.baseline, key)
+    ]
+
+
+def test_effects_are_differences_within_each_level_and_their_mean(tmp_path: Path) -> None:
+    study = crossed(tmp_path / "study")
+    lag = "actors.weight_lag"
+    assert found_effects(study, "correction.kind") == [
+        ("ppo", {lag: "0"}, 0.1, 3),
+        ("ppo", {lag: "8"}, 0.25, 2),
+        ("ppo", None, round((0.1 + 0.2 + 0.0 + 0.3) / 4, 6), 2),  # seeds that both levels have
+        ("vcpo", {lag: "0"}, -0.1, 3),
+        ("vcpo", {lag: "8"}, 0.2, 3),
+        ("vcpo", None, 0.05, 3),
+    ]
+    kinds = [level["correction.kind"] for _, level, *_ in found_effects(study, lag) if level]
+    assert kinds == ["none", "ppo", "vcpo"]
+    said = text(study, results_of(study))
+    assert "| vcpo | actors.weight_lag=8 | +0.200 ± " in said
+    assert "| vcpo | all | +0.050 ± " in said
+    assert "## Effect of correction.kind" in said and "## Effect of actors.weight_lag" in said
+
+
+def test_a_baseline_by_name_is_what_cells_and_levels_are_compared_with(tmp_path: Path) -> None:
+    study = crossed(tmp_path / "study", baseline="weight_lag-8_kind-vcpo")
+    assert [one[:3] for one in found_effects(study, "correction.kind")][:2] == [
+        ("none", {"actors.weight_lag": "0"}, 0.1),
+        ("none", {"actors.weight_lag": "8"}, -0.2),
+    ]
+    lines = text(study, results_of(study)).splitlines()
+    first, *_ = (line for line in lines if line.startswith("| `weight_lag-8_kind-vcpo`"))
+    assert "| baseline | |" in " ".join(first.split())
+    assert "+0.200" in next(line for line in lines if "`weight_lag-0_kind-none` |" in line)
+    again = existing(study.out)
+    assert again is not None and again.baseline.name == "weight_lag-8_kind-vcpo"
+
+
+def test_a_baseline_that_is_no_cell_is_refused(tmp_path: Path) -> None:
+    study = crossed(tmp_path / "study", baseline="weight_lag-8_kind-vcp")
+    with pytest.raises(ConfigError, match=r"^baseline: .* did you mean weight_lag-8_kind-vcpo\?"):
+        _ = study.baseline
+
+
+def test_a_study_of_one_key_has_no_table_of_its_effect(study: Study) -> None:
+    assert "## Effect" not in text(study, results_of(study))
+
+
+def test_the_interval_of_a_rate_ends_at_0_and_1(study: Study) -> None:
+    first, second = cells_summary(study, results_of(study))
+    assert (first.final.low, first.final.high) == (pytest.approx(0.6516, abs=1e-4), 1.0)
+    assert (second.final.low, second.final.high) == (pytest.approx(0.0147, abs=1e-4), 1.0)
+    assert second.means["offpolicy/ess"].bounds == (0, 1)
+    curve = mean_curve(first, "step")
+    assert curve is not None
+    assert all(0 <= low <= high <= 1 for low, high in zip(curve.low, curve.high, strict=True))
 
 
 def test_a_censored_run_is_never_left_out_of_a_mean_silently(study: Study) -> None:
@@ -319,6 +402,34 @@ def test_another_study_is_refused_and_named(study: Study) -> None:
     config = study.configs["weight_lag-4"]
     config.learner.lr = 0.25
     with pytest.raises(ConfigError, match=r"cell weight_lag-4: learner.lr was 0.0005, is 0.25"):
+        directory.begin(study)
+
+
+def test_a_study_whose_own_code_has_changed_is_refused_with_the_name_of_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    own = tmp_path / "study_env.py"
+    own.write_text("class Maze: ...\n")
+    definition = Definition("recipe", grid=LAGS.grid)
+    config = Config(stages=[StageConfig(steps=4)])
+    config.env.name = "study_env:Maze"
+    study = Study(
+        tmp_path / "study",
+        definition,
+        cells_of(definition),
+        {cell.name: config for cell in cells_of(definition)},
+    )
+    directory.begin(study)
+    directory.begin(study)  # continued
+    own.write_text("class Maze: size = 2\n")
+    with pytest.raises(ConfigError, match=r"own code: study_env.py has changed since .* put (\S+)"):
+        directory.begin(study)
+    (kept,) = (study.out / "code").glob("*/study_env.py")
+    own.write_text(kept.read_text())
+    directory.begin(study)
+    own.unlink()
+    with pytest.raises(ConfigError, match=r"own code: study_env.py is gone since"):
         directory.begin(study)
 
 

@@ -9,6 +9,7 @@ from evolver_async.study.statistics import (
     equivalence,
     first_reach,
     interval,
+    mean_by_seed,
     paired,
     reach,
     weighted_mean,
@@ -29,19 +30,37 @@ def test_an_interval_uses_students_quantile() -> None:
 
 
 def test_one_value_has_no_interval_and_none_has_no_mean() -> None:
-    assert interval([0.25]) == (0.25, None, 1)
+    one = interval([0.25])
+    assert (one.mean, one.half, one.low, one.high, one.count) == (0.25, None, None, None, 1)
     assert math.isnan(interval([]).mean) and interval([]).half is None
+
+
+def test_the_part_of_an_interval_beyond_what_a_mean_can_be_is_cut_off() -> None:
+    whole, cut = interval([0.6, 1.0]), interval([0.6, 1.0], bounds=(0.0, 1.0))
+    assert whole.low == pytest.approx(0.8 - 12.7062 * 0.2, abs=1e-4) and not whole.is_cut
+    assert (cut.mean, cut.low, cut.high, cut.is_cut) == (0.8, 0.0, 1.0, True)
+    assert shown(cut) == "0.800 (0.000 to 1.000)"
+    inside = interval([0.5, 0.51, 0.52], bounds=(0.0, 1.0))
+    assert not inside.is_cut and shown(inside) == f"0.510 ± {inside.half:.3f}"
+    edge = interval([1.0, 1.0], bounds=(0.0, 1.0))
+    assert not edge.is_cut and (edge.low, edge.high) == (1.0, 1.0)
+
+
+def test_a_mean_by_seed_is_of_the_seeds_that_all_samples_have() -> None:
+    found = mean_by_seed([{2: 1.0, 0: 0.5, 1: 0.0}, {0: 0.1, 2: 0.0}])
+    assert found == pytest.approx({0: 0.3, 2: 0.5}) and [*found] == [0, 2]
+    assert mean_by_seed([]) == {}
 
 
 def test_differences_are_paired_by_seed() -> None:
     differences = paired({3: 0.5, 0: 0.9, 2: 0.1}, {0: 0.4, 1: 0.0, 2: 0.2})
-    assert differences == pytest.approx([0.5, -0.1])
+    assert differences == pytest.approx({0: 0.5, 2: -0.1})
 
 
 def test_pairs_of_a_common_offset_differ_by_it_alone() -> None:
     baseline = {seed: seed / 7 for seed in range(5)}
     differences = paired({seed: value + 0.1 for seed, value in baseline.items()}, baseline)
-    found = interval(differences)
+    found = interval([*differences.values()])
     assert found.mean == pytest.approx(0.1) and found.half == pytest.approx(0.0, abs=1e-12)
 
 
