@@ -241,6 +241,8 @@ def _add_results(commands: Commands) -> None:
     _add_run(command)
     command.add_argument("out", type=Path, metavar="OUT", help="directory to write")
     _add_step(command, "default: the newest")
+    about = "show one row of tasks.path an environment in the README; by default it has none"
+    command.add_argument("--examples", action="store_true", help=about)
 
     about = "write a run or a study as an HTML page: curves, tables, trajectories"
     command = _add(commands, "report", "results:report", about)

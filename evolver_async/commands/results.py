@@ -62,7 +62,7 @@ def export(args: argparse.Namespace) -> int:
     """Write a checkpoint as a Hugging Face directory."""
     run_dir = run_directory(args.run_dir)
     with as_config_errors():
-        print(resolve("export")(run_dir, args.out, args.step))
+        print(resolve("export")(run_dir, args.out, args.step, args.examples))
     return 0
 
 
