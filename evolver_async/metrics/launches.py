@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from evolver_async.config.secrets import looks_secret, mask
+from evolver_async.durations import utc
 from evolver_async.metrics.tail import Tail, append_row
 
 LAUNCHES = "launches.jsonl"
@@ -18,7 +19,7 @@ def record(
     """Append a launch; return the number of those before it. `recipe`: None for a resume."""
     before = len(launches(run_dir))
     row = {
-        "time": time.time(),
+        "time": utc(time.time()),
         "recipe": recipe,
         "command": mask(shlex.join(["evolver-async", *map(_shown, arguments)])),
         "versions": dict(versions),

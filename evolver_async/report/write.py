@@ -1,11 +1,11 @@
 """Writing of a run's report: one page where everything fits into it, else a folder."""
 
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
 from evolver_async.config import Config, ConfigError
 from evolver_async.config.load import stage_config
+from evolver_async.durations import utc
 from evolver_async.report.browser import TrajectoryPages, pages
 from evolver_async.report.page import (
     PageContent,
@@ -79,9 +79,8 @@ def _facts(run: RunResults) -> list[tuple[str, str]]:
     """Return the facts of the page's head."""
     end, config = run.end, run.config
     state = end.state + (f" ({end.reason})" if end.reason else "")
-    when = time.strftime("%Y-%m-%d %H:%M", time.localtime(end.time))
     facts = [
-        ("state", f"{state}, {when}"),
+        ("state", f"{state}, {utc(end.time)}"),
         ("steps", f"{max(int(row['step']) for row in run.rows)}"),
         ("seconds", f"{max((row.get('time_s') or 0 for row in run.steps), default=0):.0f}"),
         ("stages", ", ".join(stage.kind for stage in config.stages)),

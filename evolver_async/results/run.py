@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tokenizers import Tokenizer
 
@@ -25,6 +25,9 @@ from evolver_async.results.table import MetricTable
 from evolver_async.results.trajectories import RecordedTrajectory, trajectories
 from evolver_async.schema import Role, Sequence
 from evolver_async.watch.runs import Ending, ending_of
+
+if TYPE_CHECKING:
+    import pandas
 
 EMPTY = "has no metrics yet: no learner step has ended"
 
@@ -90,6 +93,19 @@ class RunResults:
     def evaluations(self) -> MetricTable:
         """Table of the evaluations, each at the step that it evaluates."""
         return self._table("eval", self.rows)
+
+    @cached_property
+    def metrics(self) -> MetricTable:
+        """Table of both, in the order in which they were written."""
+        return MetricTable(self.rows)
+
+    def to_pandas(self) -> "pandas.DataFrame":
+        """Return `metrics` as a data frame. ImportError without pandas."""
+        return self.metrics.to_pandas()
+
+    def to_csv(self, path: Path | str) -> None:
+        """Write `metrics` as CSV."""
+        self.metrics.to_csv(path)
 
     def _table(self, kind: str, rows: Iterable[dict[str, Any]]) -> MetricTable:
         found = [row for row in rows if key_of(row).kind == kind]

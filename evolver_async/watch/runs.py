@@ -24,7 +24,7 @@ from evolver_async.launch.run_directory import last_lines
 from evolver_async.metrics.alarms import alarms_line
 from evolver_async.metrics.lineages import current_rows, key_of
 from evolver_async.metrics.tail import Tail, last_rows
-from evolver_async.metrics.wandb_process import url_of
+from evolver_async.metrics.wandb_process import sync_of, url_of
 from evolver_async.process.stopping import CODES
 from evolver_async.watch.cells import played
 from evolver_async.watch.throughput import time_lines
@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 END = "end.json"  # end of the newest launch
 SEARCHED_LINES = 100  # of the launcher's log, for the reason of a failure
-RECORD = re.compile(r"[\d:,-]+( [\d:,]+)? [A-Z]+ [\w.]+: ")  # the head of a log line
+RECORD = re.compile(r"\d[\dTZ:.-]+ [A-Z]+ [\w.]+: ")  # the head of a log line
 
 
 @dataclass(frozen=True)
@@ -113,6 +113,8 @@ def summary(run_dir: Path, ending: Ending) -> list[str]:
     lines += filter(None, [repeated(run_dir, step)])
     if url := url_of(run_dir):
         lines.append(f"W&B: {url}")
+    elif directory := sync_of(run_dir):
+        lines.append(f"W&B: wandb sync {shlex.quote(_short(directory))}")
     if ending.state == "stopped":
         return [*lines, resume]
     *others, last = config.stages

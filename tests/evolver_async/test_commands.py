@@ -231,7 +231,7 @@ def test_the_last_lines_say_how_it_ended_and_what_comes_next(run_dir: Path) -> N
         assert any(one.startswith("not saved: the last 2 steps") for one in said)
     assert said[-1] == f"continue: evolver-async train --resume {run_dir}"
     (run_dir / "logs").mkdir()
-    moment = "2026-01-01 12:00:00,123"
+    moment = "2026-01-01T12:00:00.123Z"
     lines = (
         f"{moment} ERROR launch: actor-0 cannot go on: {moment} ERROR actors.main: no tokenizer\n"
         f"{moment} INFO launch: ended\n"

@@ -18,6 +18,7 @@ from evolver_async.metrics.tail import Tail
 from evolver_async.protocol.messages import Kept
 from evolver_async.report import browser, write
 from evolver_async.report.browser import unpack
+from evolver_async.report.sections import sections
 from evolver_async.results import progress
 from evolver_async.results.run import load_run
 from evolver_async.schema import Role
@@ -131,6 +132,17 @@ def test_the_head_tells_the_algorithms_and_environments_of_stages_that_differ(
         assert facts.replace(" ", "") in text
 
 
+def test_the_page_shows_the_configuration_beside_the_curves(run: MadeRun, tmp_path: Path) -> None:
+    run.step()
+    run.close()
+    found = sections(load_run(run.run_dir), [])[-1]
+    changed, everything = found.tables
+    rows = {row[0]: row[1:] for row in changed.rows}
+    assert rows["policy.path"] == [str(run.run_dir / "policy"), ""]
+    assert len(everything.rows) > len(changed.rows)
+    assert "learner.lr" in {row[0] for row in everything.rows}
+
+
 def test_the_head_tells_the_seconds_of_training(run: MadeRun, tmp_path: Path) -> None:
     """A late evaluation has the time of its result, and a row of failures has none."""
     run.step("left", "right")
@@ -183,7 +195,7 @@ def test_hostile_text_stays_text(tmp_path: Path) -> None:
     run.step(HOSTILE, "<!--<script>")
     run.log(stage=0.0, stage_kind="rl", **{f"failures/{HOSTILE}": 1.0})
     (run.run_dir / "logs").mkdir()
-    log = f"2026-11-23 09:11:15,162 WARNING a.b: {HOSTILE} restart 1 of 3\n"
+    log = f"2026-11-23T09:11:15.162Z WARNING a.b: {HOSTILE} restart 1 of 3\n"
     (run.run_dir / "logs" / "launcher.log").write_text(log)
     run.close()
     page = tmp_path / "page.html"
