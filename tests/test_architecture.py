@@ -19,7 +19,7 @@ QUESTIONS = ("What", "Who", "Whom", "Whose", "Whether", "Where", "How", "Which",
 
 # Floors of `evolver_async`, the lowest first. A folder imports only from lower floors.
 FLOORS = (
-    ("errors", "files", "room", "durations", "randomness", "extension", "splits"),
+    ("errors", "files", "room", "durations", "intervals", "randomness", "extension", "splits"),
     ("schema", "env"),
     ("lineages", "rewards"),
     ("config", "protocol", "model", "checkpoint"),

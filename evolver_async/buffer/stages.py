@@ -65,6 +65,7 @@ def source_of(config: Config) -> TaskSource:
         evaluated=config.eval.split,
         mixture=tuple(MixturePart(part.env, part.params, part.weight) for part in tasks.mixture),
         given=given,
+        greedy=config.eval.temperature == 0,
     )
 
 

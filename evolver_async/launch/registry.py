@@ -29,8 +29,8 @@ LAUNCHERS = {
 }
 # Everything else that a wing offers by name.
 ROLES = PROCESSES | {
-    "eval": "actors.evaluate:evaluate",  # (run_dir, episodes, step, split) -> text
-    "eval_model": "actors.evaluate:evaluate_model",  # (config, episodes) -> text
+    "eval": "actors.evaluate:evaluate",  # (run_dir, episodes, step, split, file) -> text
+    "eval_model": "actors.evaluate:evaluate_model",  # (config, episodes, file) -> text
     "exact": "actors.envs.exact:exact_of_first",  # (tasks, counts, max_turns) -> values by count
     "embedder": "actors.experience.embed:load_embedder",  # (experience) -> embedder, cosine
     "vocabulary": "actors.envs.vocabulary:vocabulary_of",  # (config) -> words

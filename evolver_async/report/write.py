@@ -17,6 +17,7 @@ from evolver_async.report.page import (
 from evolver_async.report.sections import sections
 from evolver_async.results.run import EMPTY, RunResults
 from evolver_async.watch import cells
+from evolver_async.watch.runs import digests, untouched_of
 
 PAGE_BYTES = 5_000_000
 RESERVED_BYTES = 2_200_000  # of a page: the library, the figures, the index
@@ -91,6 +92,11 @@ def _facts(run: RunResults) -> list[tuple[str, str]]:
         newest = run.evaluations.rows[-1]
         success = cells.number(newest.get("eval/success"))
         told = f"{success} at step {newest['step']} ({cells.played(newest)})"
+        decided = [row for row in run.evaluations if row.get("eval/success") is not None]
+        if decided and decided[-1] is newest:
+            told += f", {cells.bounds(newest)}"
+            if (untouched := untouched_of(decided, digests(config))) is not None:
+                told += f", {cells.gain(newest, untouched)} against the untouched model"
         facts.append(("eval success", told))
     if run.checkpoints:
         facts.append(("newest checkpoint", run.checkpoints[-1].path.name))

@@ -26,7 +26,7 @@ from evolver_async.metrics.lineages import current_rows, key_of
 from evolver_async.metrics.tail import Tail, last_rows
 from evolver_async.metrics.wandb_process import sync_of, url_of
 from evolver_async.process.stopping import CODES
-from evolver_async.watch.cells import played
+from evolver_async.watch.cells import bounds, gain, played
 from evolver_async.watch.throughput import time_lines
 
 log = logging.getLogger(__name__)
@@ -103,9 +103,11 @@ def summary(run_dir: Path, ending: Ending) -> list[str]:
     if evaluated:
         last, best = evaluated[-1], best_of(evaluated, digests(config))
         success = f"eval success {last['eval/success']:.3f} over {played(last)}"
-        success += f" (best {best['eval/success']:.3f} at step {best['step']})"
+        success += f" (best {best['eval/success']:.3f} at step {best['step']}), {bounds(last)}"
         if evaluated[0]["step"] == 0 and len(evaluated) > 1:
             success += f", {evaluated[0]['eval/success']:.3f} before the first step"
+        if (untouched := untouched_of(evaluated, digests(config))) is not None:
+            success += f", {gain(last, untouched)} since then"
     lines = [f"{ending.state} at step {step}, {success}", *time_lines(rows, config)]
     lines += filter(None, [alarms])
     if saved := resumable(run_dir / "checkpoints"):
@@ -185,6 +187,20 @@ def best_of(
     like = {last, *(one for one in stages if digest_of(one) == digest_of(last))}
     alike = [row for row in evaluated if row["eval/stage"] in like]
     return max(alike, key=lambda row: (row["eval/success"], row["step"]))
+
+
+def untouched_of(
+    evaluated: Sequence[dict[str, Any]], digest_of: Callable[[float], str]
+) -> dict[str, Any] | None:
+    """Return the evaluation before the first step, whose tasks are those of the last one.
+
+    None if there is none, or if the last evaluation is not later.
+    """
+    first, last = evaluated[0], evaluated[-1]
+    if first["step"] > 0 or last["step"] == 0:
+        return None
+    like = digest_of(first["eval/stage"]) == digest_of(last["eval/stage"])
+    return first if like else None
 
 
 def listed(directory: Path) -> list[dict[str, Any]]:

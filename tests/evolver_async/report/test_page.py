@@ -85,6 +85,7 @@ def test_the_page_holds_the_trajectories_of_the_journal(run: MadeRun, tmp_path: 
     reading = Reading(page)
     index, results = unpack(reading.data["index"]), load_run(run.run_dir)
     columns, texts = index["columns"], index["texts"]
+    assert columns["said"][0] == "left right" and columns["said"][-1] == "up"
     facts = zip(
         columns["group"], columns["member"], columns["reward"], columns["steps"], strict=True
     )
