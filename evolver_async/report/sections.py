@@ -28,6 +28,8 @@ from evolver_async.study.definition import text_of
 from evolver_async.watch import cells
 from evolver_async.watch.throughput import TimeBudget
 
+REPLIES = 200  # of a saved evaluation
+PROMPT_CHARS = 120  # of its end
 BUCKETS = ("0", "1", "2", "3-4", "5-8", "9+")  # of lag_<bucket>/*
 
 
@@ -53,6 +55,7 @@ def sections(run: RunResults, trajectories: Sequence[RecordedTrajectory]) -> lis
         _time(board),
         _curves(board, "Publishing and throughput", PUBLISHING),
         _faults(run, board),
+        *_replies(run),
         _configuration(run.config),
     ]
     if len(run.evaluations):
@@ -239,6 +242,24 @@ def _time(board: CurveBoard) -> PageSection:
         if percent:
             section.figures.append(bars.amounts(f"Share of the {whose} time", "percent", percent))
     return section
+
+
+def _replies(run: RunResults) -> list[PageSection]:
+    """Return a table for each saved evaluation; none without any."""
+    if not run.replies:
+        return []
+    section = PageSection("Replies of evaluations")
+    for name, replies in run.replies.items():
+        rows = [
+            [one.set_name, one.task, one.sample, "yes" if one.success else "no", one.reward]
+            + [one.prompt[-PROMPT_CHARS:], one.reply]
+            for one in replies[:REPLIES]
+        ]
+        head = ["set", "task", "sample", "success", "reward", "end of the prompt", "reply"]
+        title = f"{name}: {replies[0].evaluated}"
+        more = f", the first {REPLIES} of {len(replies)}" if len(replies) > REPLIES else ""
+        section.tables.append(Table(title + more, head, rows))
+    return [section]
 
 
 def _configuration(config: Config) -> PageSection:

@@ -17,6 +17,7 @@ from evolver_async.config import ConfigError
 from evolver_async.files import write_whole
 from evolver_async.metrics.first_reply import printable
 
+DIRECTORY = "evaluations"  # of a run directory: the report shows what is saved there
 SHOWN = 20  # tasks of a comparison whose replies are shown
 CHARS = 300  # of a reply in a comparison
 
@@ -58,8 +59,10 @@ def check_writable(path: Path) -> None:
     """Raise ConfigError if `--save` cannot be a file that is written at the end."""
     if path.is_dir():
         raise ConfigError(f"--save: {path} is a directory; name a file")
-    if not path.absolute().parent.is_dir():
-        raise ConfigError(f"--save: {path.parent} is no directory")
+    try:
+        path.absolute().parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--save: {path.parent}: {error.strerror}") from error
 
 
 def save(path: Path, replies: Sequence[SavedReply]) -> None:
@@ -84,6 +87,12 @@ def load(path: Path) -> list[SavedReply]:
     if not found:
         raise ConfigError(f"{path}: has no episode")
     return found
+
+
+def saved_in(run_dir: Path) -> dict[str, list[SavedReply]]:
+    """Return the episodes of the files in `DIRECTORY` of a run, by file, the newest first."""
+    paths = sorted((run_dir / DIRECTORY).glob("*.jsonl"), key=lambda one: -one.stat().st_mtime)
+    return {path.name: load(path) for path in paths}
 
 
 def compared(first: Path, second: Path) -> list[str]:

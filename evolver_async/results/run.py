@@ -21,6 +21,7 @@ from evolver_async.metrics.tail import Tail
 from evolver_async.results.events import RunEvent, events, restarts_logged
 from evolver_async.results.history import RunHistory
 from evolver_async.results.progress import ProgressReceiver, unheard
+from evolver_async.results.replies import SavedReply, saved_in
 from evolver_async.results.table import MetricTable
 from evolver_async.results.trajectories import RecordedTrajectory, trajectories
 from evolver_async.schema import Role, Sequence
@@ -110,6 +111,11 @@ class RunResults:
     def _table(self, kind: str, rows: Iterable[dict[str, Any]]) -> MetricTable:
         found = [row for row in rows if key_of(row).kind == kind]
         return MetricTable(sorted(found, key=lambda row: row["step"]))
+
+    @cached_property
+    def replies(self) -> dict[str, list[SavedReply]]:
+        """Episodes that `eval --save` wrote to the run's `evaluations/`, by file, newest first."""
+        return saved_in(self.path)
 
     @cached_property
     def events(self) -> list[RunEvent]:

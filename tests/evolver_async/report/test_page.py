@@ -20,6 +20,8 @@ from evolver_async.report import browser, write
 from evolver_async.report.browser import unpack
 from evolver_async.report.sections import sections
 from evolver_async.results import progress
+from evolver_async.results.replies import SavedReply
+from evolver_async.results.replies import save as save_replies
 from evolver_async.results.run import load_run
 from evolver_async.schema import Role
 
@@ -142,6 +144,21 @@ def test_the_page_shows_the_configuration_beside_the_curves(run: MadeRun, tmp_pa
     assert rows["policy.path"] == [str(run.run_dir / "policy"), ""]
     assert len(everything.rows) > len(changed.rows)
     assert "learner.lr" in {row[0] for row in everything.rows}
+
+
+def test_the_page_shows_saved_evaluations(run: MadeRun, tmp_path: Path) -> None:
+    run.step()
+    run.close()
+    facts = {"task": "t/1", "success": True, "reward": 1.0, "turns": 1}
+    (run.run_dir / "evaluations").mkdir()
+    saved = [SavedReply(evaluated="x, step 1", prompt="p", reply=HOSTILE, **facts)] * 300
+    save_replies(run.run_dir / "evaluations" / "one.jsonl", saved)
+    (table,) = next(
+        one.tables for one in sections(load_run(run.run_dir), []) if "Replies" in one.title
+    )
+    assert len(table.rows) == 200 and table.rows[0] == ["", "t/1", 0, "yes", 1.0, "p", HOSTILE]
+    write.write(load_run(run.run_dir), tmp_path / "page.html")
+    assert HOSTILE in Reading(tmp_path / "page.html").text
 
 
 def test_the_head_tells_the_seconds_of_training(run: MadeRun, tmp_path: Path) -> None:

@@ -77,6 +77,7 @@ def test_files_without_a_common_task_and_places_that_cannot_be_written_are_refus
     assert main(["eval", *paths]) == 2
     assert "in common" in capsys.readouterr().err
     assert main(["eval", paths[0]]) == 2
-    for bad in (tmp_path, tmp_path / "none" / "x.jsonl"):
+    check_writable(tmp_path / "new" / "x.jsonl")
+    for bad in (tmp_path, tmp_path / "a.jsonl" / "x.jsonl"):
         with pytest.raises(ConfigError, match="--save"):
             check_writable(bad)
