@@ -251,8 +251,10 @@ def _replies(run: RunResults) -> list[PageSection]:
     section = PageSection("Replies of evaluations")
     for name, replies in run.replies.items():
         rows = [
-            [one.set_name, one.task, one.sample, "yes" if one.success else "no", one.reward]
-            + [one.prompt[-PROMPT_CHARS:], one.reply]
+            [
+                *(one.set_name, one.task, one.sample, "yes" if one.success else "no", one.reward),
+                *(one.prompt[-PROMPT_CHARS:], one.reply),
+            ]
             for one in replies[:REPLIES]
         ]
         head = ["set", "task", "sample", "success", "reward", "end of the prompt", "reply"]
