@@ -70,7 +70,7 @@ HOMES: dict[str, tuple[str, ...]] = {
     "wandb": ("evolver_async.metrics.wandb_upload",),
     "prometheus_client": ("evolver_async.watch.prometheus",),
     "matplotlib": ("evolver_async.study.plots",),
-    "pandas": ("evolver_async.results.table",),
+    "pandas": ("evolver_async.results",),
     "mpmath": ("evolver_async.study.statistics",),
     "textual": ("evolver_async.dashboard.app",),
     "bokeh": ("evolver_async.report.plots",),

@@ -4,6 +4,7 @@ The kinds themselves are in `correction`. Errors name the key and the function.
 """
 
 import re
+from collections.abc import Mapping
 from dataclasses import fields
 
 import numpy as np
@@ -94,6 +95,8 @@ def _unfit(found: object, theta_N: torch.Tensor) -> str:
             return f"{name} as {shape}, not as a tensor of {wanted}: one number a token"
         if theta_N.requires_grad and value.requires_grad != (name == "ratio_N"):
             return f"{name} {'without' if name == 'ratio_N' else 'with'} a gradient"
+    if not isinstance(found.metrics, Mapping):
+        return f"metrics as {type(found.metrics).__name__}, not as a mapping"
     for name, value in found.metrics.items():
         if not (isinstance(name, str) and METRIC_NAME.fullmatch(name)):
             return f"metrics with the name {name!r}, not up to 64 letters, digits and _ . @ -"

@@ -10,8 +10,7 @@ A user's correction is a function like the ones here, named as `correction.kind=
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from types import MappingProxyType
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import numpy as np
@@ -62,7 +61,7 @@ class Corrected:
     w_N: torch.Tensor
     r_N: torch.Tensor
     clips: bool
-    metrics: Mapping[str, torch.Tensor] = MappingProxyType({})
+    metrics: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
 
 Correction = Callable[[ActionTokens, CorrectionConfig], Corrected]

@@ -331,6 +331,7 @@ def spread_over_tokens(tokens: ActionTokens, settings: CorrectionConfig) -> Corr
         "live": lambda: replace(whole, weight_N=ratio_N),
         "tuple": lambda: (ratio_N, ratio_N),
         "metric": lambda: replace(whole, metrics={"age": ratio_N.mean()}),
+        "list": lambda: replace(whole, metrics=[1.0]),
         "name": lambda: replace(whole, metrics={"a/b": ratio_N.detach()}),
         "nothing": lambda: whole,
     }
@@ -348,6 +349,7 @@ def spread_over_tokens(tokens: ActionTokens, settings: CorrectionConfig) -> Corr
         ("live", "weight_N with a gradient"),
         ("tuple", "tuple, not Corrected"),
         ("metric", r"metrics\['age'\] that is no tensor of \(40,\)"),
+        ("list", "metrics as list"),
         ("name", "metrics with the name 'a/b'"),
         ("nothing", ""),
     ],
