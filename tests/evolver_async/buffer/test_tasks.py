@@ -246,8 +246,8 @@ def test_greedy_rows_are_not_played_again_to_fill_a_number(
     tmp_path, prompt: str, temperature: float, episodes: int
 ):
     """A greedy reply to the same prompt is the same; a task can still have chance of its own."""
-    rows = [{"q": f"{n}", "split": "train" if n else "test", "id": f"{n}"} for n in range(2)]
-    rows += [{"q": f"{n}", "split": "test", "id": f"{n}"} for n in range(2, 4)]
+    rows = [{"q": f"{n}", "split": "train" if n else "test", "seed": n} for n in range(2)]
+    rows += [{"q": f"{n}", "split": "test", "seed": n} for n in range(2, 4)]
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     tasks = TasksConfig(path=str(path), prompt=prompt, split="split" if prompt else "")
