@@ -7,6 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
+
 from actors.endpoint.runner import JudgementMissing, make_agents
 from actors.engines.factory import load_engine
 from actors.envs.base import EnvironmentFailure
@@ -20,6 +22,7 @@ from actors.rollout.episode import EpisodeLate
 from actors.rollout.episode_config import setting_of
 from actors.rollout.finished import Finished
 from actors.rollout.group import run_group
+from evolver_async import intervals
 from evolver_async.buffer.stages import eval_sets_of, source_of
 from evolver_async.buffer.tasks.source import EvalSet, held_out_task
 from evolver_async.checkpoint import history, shards
@@ -27,52 +30,65 @@ from evolver_async.config import Config
 from evolver_async.config.load import stage_config
 from evolver_async.launch.run_directory import config_of
 from evolver_async.model import gguf
+from evolver_async.model.tokenizer import load_tokenizer
 from evolver_async.randomness import key
+from evolver_async.results.replies import SavedReply
+from evolver_async.results.replies import save as save_replies
 from evolver_async.rewards import term_means
-from evolver_async.schema import Sampling, Task, Ticket, Trajectory, WeightId
+from evolver_async.schema import Role, Sampling, Task, Ticket, Trajectory, WeightId
 from evolver_async.splits import Split
 
 
 def evaluate(
-    run_dir: Path, episodes: int, step: int | str | None = None, split: Split | None = None
+    run_dir: Path,
+    episodes: int,
+    step: int | str | None = None,
+    split: Split | None = None,
+    save: Path | None = None,
 ) -> str:
     """Run the first `episodes` tasks of a split (None: of `eval.split`), then the sets of
     `eval.sets`.
 
-    Return a line for each. ValueError where an episode fails: an average over the others would be
-    of other tasks.
+    Return a line for each. `save`: the file of all episodes. ValueError where an episode fails: an
+    average over the others would be of other tasks.
     """
     config = config_of(run_dir, [f"eval.split={split}"] if split else [])
     chosen, manifest = history.choose(
         run_dir / "checkpoints", config.run.name or run_dir.name, step
     )
     weights = shards.read(chosen, "model")
-    return _evaluated(config, f"{run_dir}, step {manifest.step}", episodes, weights)
+    return _evaluated(config, f"{run_dir}, step {manifest.step}", episodes, weights, save)
 
 
-def evaluate_model(config: Config, episodes: int) -> str:
+def evaluate_model(config: Config, episodes: int, save: Path | None = None) -> str:
     """Evaluate the untouched model of a recipe as `evaluate` does that of a checkpoint."""
     path = config.policy.path
     if not path.endswith(gguf.SUFFIX):
-        return _evaluated(config, path, episodes, None)
+        return _evaluated(config, path, episodes, None, save)
     with tempfile.TemporaryDirectory(prefix="evolver-gguf-") as held:
         directory = Path(held) / "policy"
         gguf.convert(Path(path), directory)
         policy = replace(config.policy, path=str(directory))
-        return _evaluated(replace(config, policy=policy), path, episodes, None)
+        return _evaluated(replace(config, policy=policy), path, episodes, None, save)
 
 
-def _evaluated(config: Config, name: str, episodes: int, weights: dict | None) -> str:
+def _evaluated(
+    config: Config, name: str, episodes: int, weights: dict | None, save: Path | None
+) -> str:
     """Play the episodes of the last stage; `weights`: None for those of the policy directory."""
     last = len(config.stages) - 1
     staged = stage_config(config, last)
     source = source_of(staged)
+    episodes = source.episodes(episodes)
     tasks = [held_out_task(source, number) for number in range(episodes)]
     drawn = [Drawn(task, 0, config.eval.temperature) for task in tasks]
     trajectories = asyncio.run(play_all(staged, last, drawn, weights))
+    replies = Replies(staged, name)
+    replies.add("", drawn, trajectories)
     success = statistics.fmean(trajectory.success for trajectory in trajectories)
     reward = statistics.fmean(trajectory.reward for trajectory in trajectories)
-    line = f"{name}: success {success:.3f}, reward {reward:.3f}"
+    bounds = intervals.written(intervals.share(success, _distinct(trajectories)))
+    line = f"{name}: success {success:.3f} ({bounds}), reward {reward:.3f}"
     means = term_means(trajectories)
     line += "".join(f", {term} {value:.3f}" for term, value in means.items())
     line += f" over {episodes} {source.evaluated} episodes, {_distinct(trajectories)} distinct"
@@ -84,12 +100,24 @@ def _evaluated(config: Config, name: str, episodes: int, weights: dict | None) -
         line += ")"
     lines = [line]
     made = eval_sets_of(staged)
-    for name, one in ((name, made[name]) for name in staged.eval.sets):  # not that of the end
-        lines.append(f"{name}: {asyncio.run(_evaluate_set(staged, last, one, weights))}")
+    for set_name in staged.eval.sets:  # not that of the end
+        one = made[set_name]
+        found = asyncio.run(_evaluate_set(staged, last, set_name, one, weights, replies))
+        lines.append(f"{set_name}: {found}")
+    if save is not None:
+        replies.save(save)
+        lines.append(f"{len(replies.rows)} episodes are in {save}")
     return "\n".join(lines)
 
 
-async def _evaluate_set(config: Config, stage: int, chosen: EvalSet, weights: dict | None) -> str:
+async def _evaluate_set(
+    config: Config,
+    stage: int,
+    name: str,
+    chosen: EvalSet,
+    weights: dict | None,
+    replies: "Replies",
+) -> str:
     """Play one set of `eval.sets`; return its averages in words."""
     drawn = [
         Drawn(chosen.task(number), sample, chosen.temperature)
@@ -97,6 +125,7 @@ async def _evaluate_set(config: Config, stage: int, chosen: EvalSet, weights: di
         for sample in range(chosen.k)
     ]
     trajectories = await play_all(config, stage, drawn, weights)
+    replies.add(name, drawn, trajectories)
     by_task: dict[int, list[Trajectory]] = {}
     for one in trajectories:
         by_task.setdefault(one.group_id // chosen.k, []).append(one)
@@ -123,6 +152,50 @@ class Drawn(NamedTuple):
     task: Task
     sample: int
     temperature: float
+
+
+class Replies:
+    """Episodes as text, for `--save`; `evaluated` names the model."""
+
+    def __init__(self, config: Config, evaluated: str) -> None:
+        self.evaluated = evaluated
+        self.rows: list[SavedReply] = []
+        self._chat = Chat(load_tokenizer(config.policy.path))
+
+    def add(self, set_name: str, drawn: list[Drawn], trajectories: list[Trajectory]) -> None:
+        """Add the episodes of a set in the order of their tasks."""
+        for one in sorted(trajectories, key=lambda one: one.group_id):
+            task, sample, _ = drawn[one.group_id]
+            prompt, reply = self._texts(one)
+            self.rows.append(
+                SavedReply(
+                    evaluated=self.evaluated,
+                    set_name=set_name,
+                    task=task.task_id,
+                    sample=sample,
+                    success=one.success,
+                    reward=one.reward,
+                    turns=len(one.turn_rewards),
+                    prompt=prompt,
+                    reply=reply,
+                    terms=one.terms,
+                    metrics=one.metrics,
+                )
+            )
+
+    def _texts(self, trajectory: Trajectory) -> tuple[str, str]:
+        """Return what was read before the first turn, and what follows it in every context."""
+        prompt, replies = "", list[str]()
+        for number, sequence in enumerate(trajectory.sequences):
+            acts = np.flatnonzero(sequence.roles == Role.ACTION)
+            start = int(acts[0]) if len(acts) else len(sequence)
+            prompt = prompt if number else self._chat.decoded(sequence.tokens[:start].tolist())
+            replies.append(self._chat.decoded(sequence.tokens[start:].tolist()))
+        return prompt, "\n…\n".join(replies)
+
+    def save(self, path: Path) -> None:
+        """Write them all."""
+        save_replies(path, self.rows)
 
 
 async def play_all(

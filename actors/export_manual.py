@@ -11,7 +11,7 @@ import logging
 import re
 from pathlib import Path
 
-from actors.envs.base import begun, one_line
+from actors.envs.base import begun, make_env, one_line
 from actors.formats.chat import TODAY, Chat
 from actors.rollout.conversation import system_message
 from actors.rollout.episode_config import Setting, setting_of
@@ -52,7 +52,8 @@ README = '''# A policy trained with evolver_async
 
 {manner}
 
-- `generation_config.json` ends a turn: {ends}. A turn has at most {max_tokens} tokens.
+- `generation_config.json` ends a turn: {ends}. It sets no other limit than the model's context;
+  training and evaluation cut a turn at {max_tokens} tokens, as the examples below do.
 - Evaluation decodes {evaluated}; training sampled at temperature {temperature:g}.
 - {context}
 {prompt}
@@ -64,6 +65,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 PATH = "."  # this directory
 PREFIX = {prefix}
+MAX_TOKENS = {max_tokens}  # of a turn, as in training and evaluation
 tokenizer = AutoTokenizer.from_pretrained(PATH)
 model = AutoModelForCausalLM.from_pretrained(PATH)
 
@@ -73,7 +75,8 @@ def reply(messages):
     asked = tokenizer.apply_chat_template(
         messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
     )
-    written = model.generate(**asked, tokenizer=tokenizer)[0, asked["input_ids"].shape[1] :]
+    written = model.generate(**asked, tokenizer=tokenizer, max_new_tokens=MAX_TOKENS)
+    written = written[0, asked["input_ids"].shape[1] :]
     if int(written[-1]) in model.generation_config.eos_token_id:
         written = written[:-1]
     text = PREFIX + tokenizer.decode(written, clean_up_tokenization_spaces=False)
@@ -85,15 +88,15 @@ def reply(messages):
 
 `LLM(model=PATH).chat(messages, SamplingParams({sampling}))` writes the same turn; the message to
 append is `PREFIX` and its text. A server of vLLM does not read `do_sample`: a request without a
-temperature is sampled at 1.
+temperature is sampled at 1, and one without `max_tokens` may fill the model's context.
 '''
 
 
-def write_manual(config: Config, directory: Path) -> None:
+def write_manual(config: Config, directory: Path, examples: bool = False) -> None:
     """Write the chat template, generation settings and README of a stage's policy.
 
     `config` is that of the stage whose turns are described; `directory` holds the model and the
-    tokenizer of the run.
+    tokenizer of the run. `examples`: the README may show a row of the stage's files.
     """
     chat = Chat(load_tokenizer(directory))
     setting = setting_of(config, chat, "export", 0)
@@ -105,9 +108,9 @@ def write_manual(config: Config, directory: Path) -> None:
     known = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     # Of the base only its special tokens: its penalties and sampling are not those of the policy.
     tokens = {name: value for name, value in known.items() if name.endswith("_token_id")}
-    written = tokens | generation(config, chat, stops)
+    written = tokens | generation(config, chat, stops, context_of(directory))
     path.write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
-    text = readme(config, setting, prefix, stops)
+    text = readme(config, setting, prefix, stops, examples)
     (directory / "README.md").write_text(text, encoding="utf-8")
 
 
@@ -126,24 +129,37 @@ def template_of(chat: Chat, prefix: str) -> str:
     return HEAD + original.removesuffix("\n") + tail
 
 
-def generation(config: Config, chat: Chat, stops: tuple[str, ...]) -> dict[str, object]:
-    """Return the generation settings of the run's evaluation.
+def context_of(directory: Path) -> int | None:
+    """Return the length of the model's context in tokens; None if its configuration has none."""
+    path = directory / "config.json"
+    known = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    return known.get("text_config", known).get("max_position_embeddings")
 
-    Fields that no one writes are off in transformers and vLLM, but for those written here.
+
+def generation(
+    config: Config, chat: Chat, stops: tuple[str, ...], context: int | None
+) -> dict[str, object]:
+    """Return the generation settings of the run's evaluation, but for its limit of tokens.
+
+    That limit belongs to training: vLLM takes `max_new_tokens` of this file for the most that any
+    request may have. Without a `max_length` transformers stops after 20 tokens. Fields that no one
+    writes are off in transformers and vLLM, but for those written here.
     """
     temperature = config.eval.temperature
     settings: dict[str, object] = {
         "eos_token_id": sorted(chat.stop_tokens),
-        "max_new_tokens": config.rollout.max_tokens,
         "do_sample": temperature > 0,
         "repetition_penalty": 1.0,
     }
     if temperature > 0:
         settings |= {"temperature": temperature, "top_k": 0, "top_p": 1.0}
+    settings |= {"max_length": context} if context else {}
     return settings | ({"stop_strings": list(stops)} if stops else {})
 
 
-def readme(config: Config, setting: Setting, prefix: str, stops: tuple[str, ...]) -> str:
+def readme(
+    config: Config, setting: Setting, prefix: str, stops: tuple[str, ...], examples: bool
+) -> str:
     rollout, temperature = config.rollout, config.eval.temperature
     sampling = [f"temperature={temperature:g}", f"max_tokens={rollout.max_tokens}"]
     ends = "the end-of-turn token"
@@ -183,36 +199,62 @@ def readme(config: Config, setting: Setting, prefix: str, stops: tuple[str, ...]
         temperature=rollout.temperature,
         context=agent or contexts[rollout.context],
         prompt="" if rollout.agent else wording,
-        conversations="" if rollout.agent else conversations(config, setting),
+        conversations="" if rollout.agent else conversations(config, setting, examples),
         prefix=json.dumps(prefix, ensure_ascii=False),
         sampling=", ".join(sampling),
     )
 
 
-def conversations(config: Config, setting: Setting) -> str:
-    """Describe the beginning of an episode of every environment; an environment that cannot begin
-    one here (a service may be down) does not stop the export."""
+def conversations(config: Config, setting: Setting, examples: bool) -> str:
+    """Describe the beginning of an episode, once an environment.
+
+    Rows of files are data of whoever made them, so none is copied unless `examples` is set: only
+    the system message is shown. An environment that cannot begin an episode here (a service may be
+    down) does not stop the export.
+    """
+    source = source_of(config)
+    tasks = dict[str, Task | None]()
+    if source.given is not None and not examples:
+        tasks = dict.fromkeys(sorted(source.given.envs))
+    else:
+        for task in source.examples():
+            tasks.setdefault(task.env, task)
     parts = []
-    for task in source_of(config).examples():
+    for name, task in tasks.items():
         try:
-            shown = asyncio.run(beginning(setting, task))
+            if task is None:
+                params = config.env.params if name == config.env.name else {}
+                said = system_message(setting, make_env(name, params))
+                shown = [("system", said)] if said else []
+            else:
+                shown = asyncio.run(beginning(setting, task))
         except Exception as error:
             said = one_line(error)
-            log.warning("README: %s cannot begin a task: %s", task.env, said)
-            parts.append(f"The environment `{task.env}` could not begin a task here: {said}\n")
+            log.warning("README: %s cannot begin a task: %s", name, said)
+            parts.append(f"The environment `{name}` could not begin a task here: {said}\n")
             continue
-        absent = "There is no system message: the template's own default acts, if it has one.\n\n"
-        described = "" if shown[0][0] == "system" else absent
-        for number, (role, text) in enumerate(shown):
-            which = "System" if role == "system" else ("First" if number < 2 else "Next")
-            of = {"system": "message", "user": "message of the user, for one task"}
-            said = of.get(role, "message of the assistant, which the task gives")
-            described += f"{which} {said}:\n\n{_fenced(text)}\n\n"
-        parts.append(
-            f"## How an episode of `{task.env}` begins\n\n{described}"
-            "Every observation after it is a message of the user by itself.\n"
-        )
+        parts.append(_section(name, shown, task is None))
     return "\n".join(parts)
+
+
+def _section(name: str, shown: list[tuple[str, str]], hidden: bool) -> str:
+    """Write the section of an environment: first messages, or that its rows are not shown."""
+    absent = "There is no system message: the template's own default acts, if it has one.\n\n"
+    described = "" if shown[:1] and shown[0][0] == "system" else absent
+    for number, (role, text) in enumerate(shown):
+        which = "System" if role == "system" else ("First" if number < 2 else "Next")
+        of = {"system": "message", "user": "message of the user, for one task"}
+        said = of.get(role, "message of the assistant, which the task gives")
+        described += f"{which} {said}:\n\n{_fenced(text)}\n\n"
+    if hidden:
+        described += (
+            "Then follow the messages of a task. The tasks were rows of files, none of which is"
+            " copied here (`evolver-async export --examples` shows one).\n\n"
+        )
+    return (
+        f"## How an episode of `{name}` begins\n\n{described}"
+        "Every observation after it is a message of the user by itself.\n"
+    )
 
 
 async def beginning(setting: Setting, task: Task) -> list[tuple[str, str]]:

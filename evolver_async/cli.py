@@ -232,17 +232,22 @@ def _add_results(commands: Commands) -> None:
     command.add_argument(
         "positional",
         nargs="+",
-        metavar="RUN_DIR | RECIPE key=value …",
-        help="directory of the run; or a recipe whose policy.path is the model",
+        metavar="RUN_DIR | RECIPE key=value … | A.jsonl B.jsonl",
+        help="directory of the run; or a recipe whose policy.path is the model; or two files of"
+        " --save, which are shown side by side by task",
     )
     command.add_argument("--episodes", type=int, metavar="N", help="default: eval.episodes")
     command.add_argument("--split", choices=SPLITS, help="default: eval.split")
     _add_step(command, "default: the newest")
+    about = "write a line an episode: task, prompt, reply, reward, success"
+    command.add_argument("--save", type=Path, metavar="FILE.jsonl", help=about)
 
     command = _add(commands, "export", "results:export", "write a checkpoint as a model directory")
     _add_run(command)
     command.add_argument("out", type=Path, metavar="OUT", help="directory to write")
     _add_step(command, "default: the newest")
+    about = "show one row of tasks.path an environment in the README; by default it has none"
+    command.add_argument("--examples", action="store_true", help=about)
 
     about = "write a run, several or a study as an HTML page: curves, tables, trajectories"
     command = _add(commands, "report", "results:report", about)

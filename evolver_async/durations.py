@@ -1,4 +1,19 @@
-"""Seconds as people read them."""
+"""Seconds as people read them, and as files hold them."""
+
+from datetime import UTC, datetime
+
+
+def utc(seconds: float) -> str:
+    """Format seconds since 1970 as ISO 8601 in UTC, to the millisecond: 2026-05-04T12:30:00.250Z.
+
+    Every row and every line of a log has this form: hosts of a run can have several zones.
+    """
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%S.%f")[:-3] + "Z"
+
+
+def since_1970(text: str) -> float:
+    """Invert `utc`, to the millisecond. Raise ValueError for another text."""
+    return datetime.fromisoformat(text).timestamp()
 
 
 def clock(seconds: float) -> str:

@@ -17,6 +17,15 @@ def write_whole(path: Path, text: str) -> None:
     part.replace(path)
 
 
+def follow_umask(*paths: Path) -> None:
+    """Give files the mode of every new file: safetensors makes its own for their owner alone."""
+    for path in paths:
+        other = path.with_name(f".{path.name}.mode")
+        other.touch()  # the only way to learn the umask that does not change it for all threads
+        path.chmod(other.stat().st_mode & 0o777)
+        other.unlink()
+
+
 def is_inside(name: str) -> bool:
     """Return True if a name from a file, joined to a directory, is the path of a file below it."""
     path = PurePosixPath(name)

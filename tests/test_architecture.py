@@ -19,7 +19,7 @@ QUESTIONS = ("What", "Who", "Whom", "Whose", "Whether", "Where", "How", "Which",
 
 # Floors of `evolver_async`, the lowest first. A folder imports only from lower floors.
 FLOORS = (
-    ("errors", "files", "room", "durations", "randomness", "extension", "splits"),
+    ("errors", "files", "room", "durations", "intervals", "randomness", "extension", "splits"),
     ("schema", "env"),
     ("lineages", "rewards"),
     ("config", "protocol", "model", "checkpoint"),
@@ -70,6 +70,7 @@ HOMES: dict[str, tuple[str, ...]] = {
     "wandb": ("evolver_async.metrics.wandb_upload",),
     "prometheus_client": ("evolver_async.watch.prometheus",),
     "matplotlib": ("evolver_async.study.plots",),
+    "pandas": ("evolver_async.results",),
     "mpmath": ("evolver_async.study.statistics",),
     "textual": ("evolver_async.dashboard.app",),
     "bokeh": ("evolver_async.report.plots",),

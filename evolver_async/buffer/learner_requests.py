@@ -122,7 +122,7 @@ class LearnerRequests:
                     take=request.take,
                     version=request.version,
                     fates={group: fates.get(group, "skipped") for group in taken.groups},
-                    episodes=request.episodes,
+                    episodes=self._episodes(taken.stage, request.episodes),
                     delivered=sorted(self._delivered),
                     sets=self._sizes(taken.stage, request.sets),
                 )
@@ -170,7 +170,7 @@ class LearnerRequests:
                 parent=request.lineage,
                 take=request.take,
                 version=request.version,
-                episodes=request.episodes,
+                episodes=self._episodes(request.eval_stage, request.episodes),
                 sets=self._sizes(request.eval_stage, request.sets),
                 stage=request.eval_stage,
                 discard=request.discard,
@@ -236,6 +236,9 @@ class LearnerRequests:
         """The error of a request for sets that a stage has not; "" if it has them all."""
         unknown = sorted(set(names) - self.eval_sets[stage].keys() - {FINAL_SET})
         return f"sets: stage {stage} has no {', '.join(unknown)}" if unknown else ""
+
+    def _episodes(self, stage: int, wanted: int) -> int:
+        return self.store.state.sources[stage].episodes(wanted)
 
     def _sizes(self, stage: int, names: list[str]) -> SetSizes:
         sets = self.eval_sets[stage]  # without that of the end where rows have no test split

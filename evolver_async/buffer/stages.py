@@ -66,6 +66,7 @@ def source_of(config: Config) -> TaskSource:
         evaluated=_deciding(config, given),
         mixture=tuple(MixturePart(part.env, part.params, part.weight) for part in tasks.mixture),
         given=given,
+        greedy=config.eval.temperature == 0,
     )
 
 

@@ -14,6 +14,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from evolver_async.files import follow_umask
+
 PART = re.compile(r"(\d+)of(\d+)")
 
 
@@ -29,7 +31,9 @@ def write(
     """Write the tensors of this rank."""
     part = "" if ranks == 1 else f".{rank}of{ranks}"
     plain = {key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}
-    save_file(plain, directory / f"{name}{part}.safetensors")
+    path = directory / f"{name}{part}.safetensors"
+    save_file(plain, path)
+    follow_umask(path)
 
 
 def exists(directory: Path, name: str) -> bool:

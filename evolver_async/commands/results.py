@@ -16,14 +16,22 @@ from evolver_async.metrics import wandb_upload
 from evolver_async.metrics.wandb_process import online
 from evolver_async.process.setup import die_with, prepare_process
 from evolver_async.results.progress import ProgressLines
+from evolver_async.results.replies import check_writable, compared
 from evolver_async.results.run import load_run
 from evolver_async.study.directory import Study, existing
 
 
 def evaluate(args: argparse.Namespace) -> int:
-    """Evaluate a checkpoint, or the model of a recipe, on held-out tasks and print the result."""
-    prepare_process()
+    """Evaluate a checkpoint, or the model of a recipe, on held-out tasks and print the result.
+
+    Two files of --save are compared instead.
+    """
     first, *changes = args.positional
+    if Path(first).is_file() and Path(first).suffix == ".jsonl":
+        return _compare(Path(first), changes)
+    prepare_process()
+    if args.save is not None:
+        check_writable(args.save)
     if args.episodes is not None and args.episodes < 1:
         raise ConfigError(f"--episodes: must be at least 1, is {args.episodes}")
     recipe = None if (Path(first) / "config.yaml").is_file() else _recipe(first)
@@ -33,7 +41,7 @@ def evaluate(args: argparse.Namespace) -> int:
             raise ConfigError(f"{changes[0]}: a run is evaluated as it is; changes need a recipe")
         with as_config_errors():
             episodes = args.episodes or load_written(run_dir).eval.episodes
-            print(resolve("eval")(run_dir, episodes, args.step, args.split))
+            print(resolve("eval")(run_dir, episodes, args.step, args.split, args.save))
         return 0
     if args.step is not None:
         raise ConfigError("--step: needs the directory of a run; a recipe has no checkpoints")
@@ -45,7 +53,16 @@ def evaluate(args: argparse.Namespace) -> int:
         check_paths(config)
         check_wings(config)
         config = with_snapshot(config)
-        print(resolve("eval_model")(config, args.episodes or config.eval.episodes))
+        episodes = args.episodes or config.eval.episodes
+        print(resolve("eval_model")(config, episodes, args.save))
+    return 0
+
+
+def _compare(first: Path, others: list[str]) -> int:
+    """Print two files of `eval --save` side by side."""
+    if len(others) != 1:
+        raise ConfigError(f"{first}: is compared with one other file, got {len(others)}")
+    print("\n".join(compared(first, Path(others[0]))))
     return 0
 
 
@@ -62,7 +79,7 @@ def export(args: argparse.Namespace) -> int:
     """Write a checkpoint as a Hugging Face directory."""
     run_dir = run_directory(args.run_dir)
     with as_config_errors():
-        print(resolve("export")(run_dir, args.out, args.step))
+        print(resolve("export")(run_dir, args.out, args.step, args.examples))
     return 0
 
 

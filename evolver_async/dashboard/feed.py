@@ -30,7 +30,7 @@ from evolver_async.watch.view import View
 
 ASK_S = 2.0  # for an answer to STATUS
 SEARCHED_LINES = 100  # of a log, for its last warning
-LOGGED = re.compile(r"^(\d\S+ [\d:]+)[,\d]* (?:WARNING|ERROR|CRITICAL) [\w.]+: (.*)$")
+LOGGED = re.compile(r"^(\d\S+)\.\d+Z (?:WARNING|ERROR|CRITICAL) [\w.]+: (.*)$")
 
 Status = dict[str, Any]
 
@@ -227,4 +227,4 @@ def _of_kind(kind: str, rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 def _logged(path: Path) -> LoggedError:
     matches = [LOGGED.match(line) for line in last_lines(path, SEARCHED_LINES).splitlines()]
     last = next((one for one in reversed(matches) if one), None)
-    return LoggedError(path.stem, last[1] if last else "", plain(last[2]) if last else "")
+    return LoggedError(path.stem, f"{last[1]}Z" if last else "", plain(last[2]) if last else "")

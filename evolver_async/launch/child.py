@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Protocol
 
 from evolver_async.config import Config
+from evolver_async.durations import utc
 from evolver_async.errors import DISK_FULL, EVALUATION_LOST, STOPPED, TRAINING_ERROR, USER_ERROR
 from evolver_async.launch.gpus import VISIBLE, index_of, visible_gpus
 from evolver_async.launch.run_directory import last_lines
@@ -238,7 +239,7 @@ class LocalSpawner(Spawner):
                     env=os.environ | variables | gpus,
                 )
         except OSError as error:  # memory, process numbers or disk are short at this moment
-            line = f"{time.strftime('%F %T')} ERROR {__name__}: {name} cannot be started: {error}\n"
+            line = f"{utc(time.time())} ERROR {__name__}: {name} cannot be started: {error}\n"
             with suppress(OSError), open(self.log_file(name), "a", encoding="utf-8") as log_file:
                 log_file.write(line)
             return FailedStart(DISK_FULL if lacks_room(error) else CRASHED)

@@ -29,8 +29,8 @@ LAUNCHERS = {
 }
 # Everything else that a wing offers by name.
 ROLES = PROCESSES | {
-    "eval": "actors.evaluate:evaluate",  # (run_dir, episodes, step, split) -> text
-    "eval_model": "actors.evaluate:evaluate_model",  # (config, episodes) -> text
+    "eval": "actors.evaluate:evaluate",  # (run_dir, episodes, step, split, file) -> text
+    "eval_model": "actors.evaluate:evaluate_model",  # (config, episodes, file) -> text
     "exact": "actors.envs.exact:exact",  # (tasks, max_turns) -> values, None without
     "embedder": "actors.experience.embed:load_embedder",  # (experience) -> embedder, cosine
     "vocabulary": "actors.envs.vocabulary:vocabulary_of",  # (config) -> words
@@ -39,8 +39,8 @@ ROLES = PROCESSES | {
     "decode_times": "actors.engines.timing:decode_times",  # (config, model) -> rows, seconds
     "pace": "learner.tools.prepare:pace_of",  # (config) -> Pace or None
     "formats": "actors.rollout.episode_config:with_formats",  # (config) -> config, auto resolved
-    "export": "learner.tools.export:export",  # (run_dir, out, step) -> one line
-    "manual": "actors.export_manual:write_manual",  # (config of a stage, directory) -> None
+    "export": "learner.tools.export:export",  # (run_dir, out, step, examples) -> line
+    "manual": "actors.export_manual:write_manual",  # (config, directory, examples) -> None
     "copy_pool": "actors.experience.store:copy_pool",  # (directory, new directory) -> None
     "purge": "actors.experience.service:purge_files",  # (config, run_dir, source) -> entries
     "rerun": "learner.rerun.main:rerun",  # (plan, progress) -> exit code and lines

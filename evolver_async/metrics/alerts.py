@@ -4,9 +4,11 @@ Any process of the run's host appends to the file. The upload of the run sends e
 """
 
 import logging
+import time
 from pathlib import Path
 from typing import Literal
 
+from evolver_async.durations import utc
 from evolver_async.metrics.tail import Tail, append_row
 
 ALERTS = "alerts.jsonl"
@@ -26,8 +28,8 @@ def alert(
     `console`: the display of the run shows it, to which nothing else tells it. A full disk costs
     the alert, which is then in the log alone, and not the process.
     """
-    row: dict[str, object] = {"title": title[:TITLE_CHARS], "text": text[:TEXT_CHARS]}
-    row |= {"level": level, "console": console}
+    row: dict[str, object] = {"time": utc(time.time()), "title": title[:TITLE_CHARS]}
+    row |= {"text": text[:TEXT_CHARS], "level": level, "console": console}
     try:
         append_row(directory / ALERTS, row)
     except OSError as error:

@@ -16,6 +16,7 @@ from typing import Any
 
 import psutil
 
+from evolver_async.durations import utc
 from evolver_async.metrics.families import CLOCK
 from evolver_async.metrics.tail import append_row
 
@@ -98,9 +99,9 @@ class GaugeRows:
     def __init__(self) -> None:
         self._began: float | None = None
         self._slot = 0
-        self._row: dict[str, float] = {}
+        self._row: dict[str, Any] = {}
 
-    def take_in(self, lines: Iterable[Mapping[str, Any]]) -> list[dict[str, float]]:
+    def take_in(self, lines: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Add lines; return the rows that they complete."""
         rows = []
         for line in lines:
@@ -109,7 +110,7 @@ class GaugeRows:
             if (slot := int(clock_s / PERIOD_S)) > self._slot:
                 rows += self.rest()
                 self._slot = slot
-            self._row[CLOCK] = round(clock_s, 2)
+            self._row |= {CLOCK: round(clock_s, 2), "time": utc(line["time"])}
             for name in PROCESS:
                 if name in line:
                     self._row[f"process/{line['process']}/{name}"] = line[name]
@@ -119,7 +120,7 @@ class GaugeRows:
                     self._row[f"host/{line['host']}/{short}"] = line[name]
         return rows
 
-    def rest(self) -> list[dict[str, float]]:
+    def rest(self) -> list[dict[str, Any]]:
         """Return the row that is not complete yet, if there is one."""
         row, self._row = self._row, {}
         return [row] if row else []

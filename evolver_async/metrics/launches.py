@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 from evolver_async.config.secrets import looks_secret, mask
+from evolver_async.durations import utc
 from evolver_async.metrics.tail import Tail, append_row
 
 LAUNCHES = "launches.jsonl"
@@ -28,7 +29,7 @@ def record(
     """
     before = len(launches(run_dir))
     row = {
-        "time": time.time(),
+        "time": utc(time.time()),
         "recipe": recipe,
         "command": mask(shlex.join(["evolver-async", *map(_shown, arguments)])),
         "versions": dict(versions),

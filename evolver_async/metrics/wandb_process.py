@@ -81,6 +81,14 @@ def alert_count(to_server: bool) -> str:
     return SERVER_ALERTS if to_server else OFFLINE_ALERTS
 
 
+def sync_of(directory: Path) -> str | None:
+    """Return the directory of the run for `wandb sync`, None if a server has the rows."""
+    try:
+        return json.loads((directory / STATE).read_text()).get("sync")
+    except (FileNotFoundError, ValueError):
+        return None
+
+
 def url_of(directory: Path) -> str | None:
     """Return the page of the run at W&B, None if there is none."""
     try:

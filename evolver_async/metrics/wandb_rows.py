@@ -49,7 +49,7 @@ class StepExtras:
         rows = [row for sample in Tail(path).rows() for row in _turns(key.step, sample)]
         return rows[:TURNS]
 
-    def gauges(self, last: bool) -> Iterator[dict[str, float]]:
+    def gauges(self, last: bool) -> Iterator[dict[str, Any]]:
         """Yield new rows of gauges, of one piece of the file; `last`: all, also the incomplete one.
 
         An upload begins with those of the whole run, which rows of steps must not wait for.

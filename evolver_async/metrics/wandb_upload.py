@@ -19,6 +19,8 @@ from typing import Any
 from evolver_async.config import ConfigError
 from evolver_async.config.load import load_written, to_dict
 from evolver_async.config.secrets import without_secrets
+from evolver_async.durations import since_1970
+from evolver_async.files import remove
 from evolver_async.metrics.alerts import ALERTS
 from evolver_async.metrics.families import AXES, axis_of, summary_of
 from evolver_async.metrics.gauges import GaugeThread
@@ -81,12 +83,14 @@ class Upload:
         self.alerts_read = 0
         # People are notified once, but an offline directory must hold all alerts.
         self.alerts_sent = self.state.get(SERVER_ALERTS, 0) if self.to_server else 0
+        self._drop_superseded()
         self.extras = StepExtras(self.run_dir)
         self.defined: set[str] = {*AXES}  # names of metrics that W&B knows
         for axis in AXES:
             self.run.define_metric(axis)
         self.state["rows"] = 0
         self.state["url"] = self.run.url if self.to_server else None
+        self.state["sync"] = None if self.to_server else str(self.directory)
         self._save()
 
     def _init(self, mode: str) -> Any:
@@ -111,6 +115,18 @@ class Upload:
             dir=str(self.run_dir),
             config=without_secrets(to_dict(self.config)) | summary(self.run_dir),
         )
+
+    def _drop_superseded(self) -> None:
+        """Delete older offline directories of this W&B run: there is one to sync, or none.
+
+        Each of them holds the same run, but less of it, and the last one that is synced would win.
+        """
+        for old in (self.run_dir / "wandb").glob(f"offline-run-*-{self.state['id']}"):
+            if old.resolve() != self.directory.resolve():
+                with contextlib.suppress(OSError):  # a helper that ends can still write there
+                    remove(old)
+        if self.to_server:
+            self.state.pop(alert_count(to_server=False), None)
 
     def send_new(self, last: bool = False) -> int:
         """Send the rows and alerts written since the last call; return the number of rows.
@@ -158,13 +174,17 @@ class Upload:
     def _log(self, row: Mapping[str, Any]) -> None:
         """Log a row; tell W&B the axis and the summary of every metric that is new.
 
-        Evaluations end late, so their rows have smaller steps than those before them.
+        Evaluations end late, so their rows have smaller steps than those before them. A row keeps
+        the time at which it was written, not that of the upload.
         """
+        row = dict(row)
+        if (at := row.pop("time", None)) is not None:
+            row["_timestamp"] = since_1970(at)
         for name in row.keys() - self.defined:
             self.defined.add(name)
             if (axis := axis_of(name)) is not None:
                 self.run.define_metric(name, step_metric=axis, summary=summary_of(name))
-        self.run.log(dict(row))
+        self.run.log(row)
 
     def _count_alerts(self) -> None:
         self.state[alert_count(self.to_server)] = max(self.alerts_sent, self.alerts_read)

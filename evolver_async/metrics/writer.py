@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from evolver_async.durations import utc
 from evolver_async.metrics.activity import LEARNER_LEVELS, ActivityClock, shares
 from evolver_async.metrics.alerts import Level, alert
 from evolver_async.metrics.histograms import HISTOGRAMS, Histogram
@@ -103,14 +104,17 @@ class Metrics:
     def log(self, step: int, values: Mapping[str, Any]) -> None:
         """Write one row; `step` counts takes, the version is another column."""
         upload = {} if self.upload is None else self.upload.supervise(self.rows.count)
-        row = {"step": step, "lineage": self.lineage, **self.progress, **values, **upload}
+        row = {**self._head(step), **self.progress, **values, **upload}
         self.rows.write(row)
         self.sinks.send(row)
 
     def log_histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
         """Write the histograms of a step, before its row: W&B gets both together."""
         rows = {name: one.row() for name, one in histograms.items()}
-        self.histograms.write({"step": step, "lineage": self.lineage, "histograms": rows})
+        self.histograms.write({**self._head(step), "histograms": rows})
+
+    def _head(self, step: int) -> dict[str, Any]:
+        return {"time": utc(time.time()), "step": step, "lineage": self.lineage}
 
     def alert(self, title: str, text: str, level: Level = "WARN", console: bool = False) -> None:
         """Write an alert, of which W&B notifies people if it is enabled."""

@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from evolver_async.files import follow_umask
 from evolver_async.model.tokenizer import ModelError
 
 SUFFIX = ".gguf"
@@ -51,6 +52,7 @@ def convert(source: Path, directory: Path) -> None:
     part = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=directory.parent))
     try:
         model.save_pretrained(part)
+        follow_umask(*part.glob("*.safetensors"))
         tokenizer.save_pretrained(part)
         part.chmod(0o755)  # mkdtemp makes it private
         part.rename(directory)

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from evolver_async.files import follow_umask
 from evolver_async.model.policy import ModelError, load_model, split_model, state_tensors
 from evolver_async.model.products import SHORT, ShortLinear, rounded
 from evolver_async.randomness import key
@@ -245,9 +246,9 @@ def save_peft(
         for linear in linears
         for part in (DOWN, UP)
     }
-    save_file(
-        tensors, directory / "adapter_model.safetensors", metadata={"format": "pt", "name": name}
-    )
+    path = directory / "adapter_model.safetensors"
+    save_file(tensors, path, metadata={"format": "pt", "name": name})
+    follow_umask(path)
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",

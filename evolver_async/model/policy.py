@@ -19,6 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging
 
+from evolver_async.files import follow_umask
 from evolver_async.model import lean
 from evolver_async.model.attention import NAME as PACKED
 from evolver_async.model.borders import Borders
@@ -287,6 +288,7 @@ def load_state(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
 def export(model: PreTrainedModel, directory: str | Path, tokenizer_dir: str | Path) -> None:
     """Write the model and the tokenizer of `tokenizer_dir` as one Hugging Face directory."""
     model.save_pretrained(directory)
+    follow_umask(*Path(directory).glob("*.safetensors"))
     for name in TOKENIZER_FILES:
         source = Path(tokenizer_dir) / name
         if source.is_file():

@@ -12,6 +12,7 @@ import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
+from evolver_async.files import follow_umask
 from evolver_async.model.tokenizer import ModelError
 
 INIT_STD = 0.05
@@ -98,6 +99,7 @@ def make_tiny(
         torch.manual_seed(seed)
         model = Qwen3ForCausalLM(config)
     model.save_pretrained(directory)
+    follow_umask(*Path(directory).glob("*.safetensors"))
     tokenizer.save_pretrained(directory)
 
 

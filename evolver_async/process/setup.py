@@ -13,6 +13,7 @@ from pathlib import Path
 from urllib.request import getproxies_environment
 
 from evolver_async.config.secrets import mask
+from evolver_async.durations import utc
 from evolver_async.errors import (
     DISK_FULL,
     TRAINING_ERROR,
@@ -157,7 +158,10 @@ class LogFile(logging.FileHandler):
 
 
 class _Masked(logging.Formatter):
-    """Formatter that masks the environment's secrets in lines and tracebacks."""
+    """Formatter that masks the environment's secrets in lines and tracebacks; times are in UTC."""
+
+    def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:
+        return utc(record.created)
 
     def format(self, record: logging.LogRecord) -> str:
         return mask(super().format(record))

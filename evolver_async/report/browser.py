@@ -26,6 +26,7 @@ PART = 200  # trajectories of a part, which also ends after
 PART_BYTES = 2_000_000  # of the journal: a browser unpacks a part for one trajectory
 STEPS = 8  # whose samples are held at a time
 DIGITS = 4  # of rewards, ratios and advantages
+SEARCHED = 200  # characters of what the policy wrote that the list shows and searches
 CODED = ("kind", "env", "task", "version", "fate")  # columns of text, as places in a table
 
 
@@ -95,6 +96,9 @@ def pages(
             except TrajectoryGone:  # a live run has just removed its segment
                 continue
             _add_facts(found, one, bodies[-1], len(found.parts), len(bodies) - 1)
+            text = said(bodies[-1], table)
+            found.columns.setdefault("said", []).append(text)
+            found.size += len(text) // 2  # packed
         found.parts.append(pack(bodies))
         found.size += len(found.parts[-1])
         run.progress("trajectories packed", found.count, min(limit, found.total))
@@ -174,6 +178,20 @@ def _body(one: RecordedTrajectory, table: TokenTable, measured: Measurements) ->
         body["measured"] = {name: _rounded(row[name]) for name in names}
         body["measured"] |= {"step": row["step"], "stripped": row["stripped"]}
     return body
+
+
+def said(body: dict[str, Any], table: TokenTable) -> str:
+    """Return the beginning of what the policy wrote, which the list shows and searches."""
+    text = ""
+    for sequence in body["s"]:
+        place = 0
+        for role, _, length in sequence["r"]:
+            if role == Role.ACTION:
+                text += table.text(sequence, place, place + min(length, SEARCHED)) + " "
+            place += length
+            if len(text) > SEARCHED:
+                return text[:SEARCHED]
+    return text.strip()
 
 
 def _add_facts(

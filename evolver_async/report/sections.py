@@ -1,11 +1,15 @@
 """Sections of the page: their figures, tables and sentences, in reading order."""
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
+from evolver_async.config import Config
+from evolver_async.config.load import to_dict
+from evolver_async.config.secrets import without_secrets
 from evolver_async.metrics.activity import LEARNER
 from evolver_async.report.chosen_curves import (
     DATA,
@@ -20,9 +24,12 @@ from evolver_async.report.tables import Table, fates_table
 from evolver_async.results.events import SHOWN
 from evolver_async.results.run import RunResults
 from evolver_async.results.trajectories import RecordedTrajectory
+from evolver_async.study.definition import text_of
 from evolver_async.watch import cells
 from evolver_async.watch.throughput import TimeBudget
 
+REPLIES = 200  # of a saved evaluation
+PROMPT_CHARS = 120  # of its end
 BUCKETS = ("0", "1", "2", "3-4", "5-8", "9+")  # of lag_<bucket>/*
 
 
@@ -48,6 +55,8 @@ def sections(run: RunResults, trajectories: Sequence[RecordedTrajectory]) -> lis
         _time(board),
         _curves(board, "Publishing and throughput", PUBLISHING),
         _faults(run, board),
+        *_replies(run),
+        _configuration(run.config),
     ]
     if len(run.evaluations):
         played = cells.played(run.evaluations.rows[-1])
@@ -233,6 +242,47 @@ def _time(board: CurveBoard) -> PageSection:
         if percent:
             section.figures.append(bars.amounts(f"Share of the {whose} time", "percent", percent))
     return section
+
+
+def _replies(run: RunResults) -> list[PageSection]:
+    """Return a table for each saved evaluation; none without any."""
+    if not run.replies:
+        return []
+    section = PageSection("Replies of evaluations")
+    for name, replies in run.replies.items():
+        rows = [
+            [
+                *(one.set_name, one.task, one.sample, "yes" if one.success else "no", one.reward),
+                *(one.prompt[-PROMPT_CHARS:], one.reply),
+            ]
+            for one in replies[:REPLIES]
+        ]
+        head = ["set", "task", "sample", "success", "reward", "end of the prompt", "reply"]
+        title = f"{name}: {replies[0].evaluated}"
+        more = f", the first {REPLIES} of {len(replies)}" if len(replies) > REPLIES else ""
+        section.tables.append(Table(title + more, head, rows))
+    return [section]
+
+
+def _configuration(config: Config) -> PageSection:
+    """Return every key of the run that is not at its default, then all keys, without secrets."""
+    chosen, usual = (dict(_leaves(without_secrets(to_dict(one)))) for one in (config, Config()))
+    rows = [[name, text_of(one), text_of(usual.get(name, ""))] for name, one in chosen.items()]
+    changed = [row for row in rows if row[1] != row[2]]
+    head = ["key", "value", "default"]
+    section = PageSection("Configuration")
+    section.sentences.append(f"{len(changed)} of {len(rows)} keys are not at their defaults.")
+    section.tables += [Table("Keys of this run", head, changed), Table("All keys", head, rows)]
+    return section
+
+
+def _leaves(tree: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield keys and values of nested sections; a list is one value."""
+    for name, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            yield from _leaves(value, f"{above}{name}.")
+        else:
+            yield f"{above}{name}", value
 
 
 def _faults(run: RunResults, board: CurveBoard) -> PageSection:

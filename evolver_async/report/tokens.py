@@ -49,6 +49,11 @@ class TokenTable:
             encoded["o"] = self._joined(sequence.tokens)
         return encoded
 
+    def text(self, encoded: dict[str, Any], start: int, end: int) -> str:
+        """Return the text of the tokens `start` to `end` of an encoded sequence."""
+        places, others = encoded["t"], encoded.get("o", {})
+        return "".join(others.get(i, self.pieces[places[i]]) for i in range(start, end))
+
     def version(self, name: str) -> int:
         """Return the place of a version among `versions`, which grow with new ones."""
         return self.versions.setdefault(name, len(self.versions))

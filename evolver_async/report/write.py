@@ -1,11 +1,11 @@
 """Writing of a run's report: one page where everything fits into it, else a folder."""
 
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
 from evolver_async.config import Config, ConfigError
 from evolver_async.config.load import stage_config
+from evolver_async.durations import utc
 from evolver_async.report.browser import TrajectoryPages, pages
 from evolver_async.report.page import (
     PageContent,
@@ -17,6 +17,7 @@ from evolver_async.report.page import (
 from evolver_async.report.sections import sections
 from evolver_async.results.run import EMPTY, RunResults
 from evolver_async.watch import cells
+from evolver_async.watch.runs import digests, untouched_of
 
 PAGE_BYTES = 5_000_000
 RESERVED_BYTES = 2_200_000  # of a page: the library, the figures, the index
@@ -79,9 +80,8 @@ def _facts(run: RunResults) -> list[tuple[str, str]]:
     """Return the facts of the page's head."""
     end, config = run.end, run.config
     state = end.state + (f" ({end.reason})" if end.reason else "")
-    when = time.strftime("%Y-%m-%d %H:%M", time.localtime(end.time))
     facts = [
-        ("state", f"{state}, {when}"),
+        ("state", f"{state}, {utc(end.time)}"),
         ("steps", f"{max(int(row['step']) for row in run.rows)}"),
         ("seconds", f"{max((row.get('time_s') or 0 for row in run.steps), default=0):.0f}"),
         ("stages", ", ".join(stage.kind for stage in config.stages)),
@@ -92,6 +92,11 @@ def _facts(run: RunResults) -> list[tuple[str, str]]:
         newest = run.evaluations.rows[-1]
         success = cells.number(newest.get("eval/success"))
         told = f"{success} at step {newest['step']} ({cells.played(newest)})"
+        decided = [row for row in run.evaluations if row.get("eval/success") is not None]
+        if decided and decided[-1] is newest:
+            told += f", {cells.bounds(newest)}"
+            if (untouched := untouched_of(decided, digests(config))) is not None:
+                told += f", {cells.gain(newest, untouched)} against the untouched model"
         told += "".join(f"; {name} {value}" for name, value in cells.eval_sets_of(newest))
         facts.append(("eval success", told))
     if run.checkpoints:

@@ -12,7 +12,7 @@ from evolver_async.metrics.lineages import key_of
 from evolver_async.results.table import MetricTable
 
 SHOWN = 200  # events of one kind, the newest ones
-LOGGED = re.compile(r"^(\S+ [\d:,]+) WARNING [\w.]+: (.*restart \d+ of \d+.*)$")
+LOGGED = re.compile(r"^(\d\S+) WARNING [\w.]+: (.*restart \d+ of \d+.*)$")
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tokenizers import Tokenizer
 
@@ -21,10 +21,14 @@ from evolver_async.metrics.tail import Tail
 from evolver_async.results.events import RunEvent, events, restarts_logged
 from evolver_async.results.history import RunHistory
 from evolver_async.results.progress import ProgressReceiver, unheard
+from evolver_async.results.replies import SavedReply, saved_in
 from evolver_async.results.table import MetricTable
 from evolver_async.results.trajectories import RecordedTrajectory, trajectories
 from evolver_async.schema import Role, Sequence
 from evolver_async.watch.runs import Ending, ending_of
+
+if TYPE_CHECKING:
+    import pandas
 
 EMPTY = "has no metrics yet: no learner step has ended"
 
@@ -91,9 +95,27 @@ class RunResults:
         """Table of the evaluations, each at the step that it evaluates."""
         return self._table("eval", self.rows)
 
+    @cached_property
+    def metrics(self) -> MetricTable:
+        """Table of both, in the order in which they were written."""
+        return MetricTable(self.rows)
+
+    def to_pandas(self) -> "pandas.DataFrame":
+        """Return `metrics` as a data frame. ImportError without pandas."""
+        return self.metrics.to_pandas()
+
+    def to_csv(self, path: Path | str) -> None:
+        """Write `metrics` as CSV."""
+        self.metrics.to_csv(path)
+
     def _table(self, kind: str, rows: Iterable[dict[str, Any]]) -> MetricTable:
         found = [row for row in rows if key_of(row).kind == kind]
         return MetricTable(sorted(found, key=lambda row: row["step"]))
+
+    @cached_property
+    def replies(self) -> dict[str, list[SavedReply]]:
+        """Episodes that `eval --save` wrote to the run's `evaluations/`, by file, newest first."""
+        return saved_in(self.path)
 
     @cached_property
     def events(self) -> list[RunEvent]:

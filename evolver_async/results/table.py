@@ -1,9 +1,15 @@
 """Rows of metrics as a table: columns are numpy arrays, NaN where a row lacks a number."""
 
+import csv
+import json
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+if TYPE_CHECKING:
+    import pandas
 
 
 class MetricTable:
@@ -50,6 +56,27 @@ class MetricTable:
     def columns(self, prefix: str = "") -> dict[str, np.ndarray]:
         """Return the columns whose names begin with `prefix`, by name."""
         return {name: self[name] for name in self.names if name.startswith(prefix)}
+
+    def to_pandas(self) -> "pandas.DataFrame":
+        """Return a data frame with a column for each name; `time` holds times in UTC.
+
+        ImportError without pandas.
+        """
+        import pandas
+
+        frame = pandas.DataFrame(self.columns())
+        if "time" in frame:
+            frame["time"] = pandas.to_datetime(frame["time"], utc=True, format="ISO8601")
+        return frame
+
+    def to_csv(self, path: Path | str) -> None:
+        """Write the rows as CSV with a line of names; a cell is empty where a row lacks a value."""
+        with open(path, "w", encoding="utf-8", newline="") as file:
+            writer = csv.DictWriter(file, self.names)
+            writer.writeheader()
+            for row in self.rows:
+                lists = {name: json.dumps(v) for name, v in row.items() if isinstance(v, list)}
+                writer.writerow(row | lists)
 
     def __repr__(self) -> str:
         return f"<{len(self.rows)} rows, {len(self.names)} columns>"

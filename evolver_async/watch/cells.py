@@ -6,6 +6,8 @@ A text is made of the metrics that the row has, and is "" without them.
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from evolver_async import intervals
+
 Row = dict[str, Any]
 Part = tuple[str, str]  # a metric, and the format of its value
 
@@ -59,6 +61,20 @@ def played(row: Row) -> str:
     """Return the size of an evaluation: its episodes, and the different tasks among them."""
     episodes, distinct = row.get("eval/episodes"), row.get("eval/distinct")
     return f"{number(episodes)} episodes, {number(distinct)} distinct"
+
+
+def bounds(row: Row) -> str:
+    """Return the interval of an evaluation's success, as of so many different tasks."""
+    found = intervals.share(row["eval/success"], row.get("eval/distinct") or 0)
+    return intervals.written(found)
+
+
+def gain(row: Row, before: Row) -> str:
+    """Return the difference of success between two evaluations, with its interval."""
+    value, first = row["eval/success"], before["eval/success"]
+    counts = [one.get("eval/distinct") or 0 for one in (row, before)]
+    found = intervals.difference(value, counts[0], first, counts[1])
+    return f"{value - first:+.3f} ({intervals.written(found, signed=True)})"
 
 
 def eval_sets_of(row: Row) -> Iterator[tuple[str, str]]:

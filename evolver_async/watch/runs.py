@@ -24,16 +24,16 @@ from evolver_async.launch.run_directory import last_lines
 from evolver_async.metrics.alarms import alarms_line
 from evolver_async.metrics.lineages import current_rows, key_of
 from evolver_async.metrics.tail import Tail, last_rows
-from evolver_async.metrics.wandb_process import url_of
+from evolver_async.metrics.wandb_process import sync_of, url_of
 from evolver_async.process.stopping import CODES
-from evolver_async.watch.cells import eval_sets_of, played
+from evolver_async.watch.cells import bounds, eval_sets_of, gain, played
 from evolver_async.watch.throughput import time_lines
 
 log = logging.getLogger(__name__)
 
 END = "end.json"  # end of the newest launch
 SEARCHED_LINES = 100  # of the launcher's log, for the reason of a failure
-RECORD = re.compile(r"[\d:,-]+( [\d:,]+)? [A-Z]+ [\w.]+: ")  # the head of a log line
+RECORD = re.compile(r"\d[\dTZ:.-]+ [A-Z]+ [\w.]+: ")  # the head of a log line
 
 
 @dataclass(frozen=True)
@@ -103,9 +103,11 @@ def summary(run_dir: Path, ending: Ending) -> list[str]:
     if evaluated:
         last, best = evaluated[-1], best_of(evaluated, digests(config))
         success = f"eval success {last['eval/success']:.3f} over {played(last)}"
-        success += f" (best {best['eval/success']:.3f} at step {best['step']})"
+        success += f" (best {best['eval/success']:.3f} at step {best['step']}), {bounds(last)}"
         if evaluated[0]["step"] == 0 and len(evaluated) > 1:
             success += f", {evaluated[0]['eval/success']:.3f} before the first step"
+        if (untouched := untouched_of(evaluated, digests(config))) is not None:
+            success += f", {gain(last, untouched)} since then"
         success += "".join(f"; {name} {value}" for name, value in eval_sets_of(last))
     lines = [f"{ending.state} at step {step}, {success}", *time_lines(rows, config)]
     lines += filter(None, [alarms])
@@ -114,6 +116,8 @@ def summary(run_dir: Path, ending: Ending) -> list[str]:
     lines += filter(None, [repeated(run_dir, step)])
     if url := url_of(run_dir):
         lines.append(f"W&B: {url}")
+    elif directory := sync_of(run_dir):
+        lines.append(f"W&B: wandb sync {shlex.quote(_short(directory))}")
     if ending.state == "stopped":
         return [*lines, resume]
     *others, last = config.stages
@@ -184,6 +188,20 @@ def best_of(
     like = {last, *(one for one in stages if digest_of(one) == digest_of(last))}
     alike = [row for row in evaluated if row["eval/stage"] in like]
     return max(alike, key=lambda row: (row["eval/success"], row["step"]))
+
+
+def untouched_of(
+    evaluated: Sequence[dict[str, Any]], digest_of: Callable[[float], str]
+) -> dict[str, Any] | None:
+    """Return the evaluation before the first step, whose tasks are those of the last one.
+
+    None if there is none, or if the last evaluation is not later.
+    """
+    first, last = evaluated[0], evaluated[-1]
+    if first["step"] > 0 or last["step"] == 0:
+        return None
+    like = digest_of(first["eval/stage"]) == digest_of(last["eval/stage"])
+    return first if like else None
 
 
 def listed(directory: Path) -> list[dict[str, Any]]:

@@ -73,7 +73,9 @@ def assign(
             batch.trajectory_N, weights=log_w_N, minlength=len(batch.length_P)
         )
         log_weight_P = np.clip(log_weight_P, -LOG_RATIO_BOUND, LOG_RATIO_BOUND)
-        given = EstimatorInput(alpha, baseline, log_weight_P, batch.length_P)
+        given = EstimatorInput(
+            alpha, baseline, log_weight_P, batch.length_P, batch.lag_P, batch.lag_U
+        )
         advantage_N, finite_P, baseline, metrics = _by_group(batch, rewards, settings, given)
         return_N = np.zeros_like(batch.mu_N)
     else:
@@ -96,8 +98,9 @@ def _by_group(
     advantage_U = np.zeros_like(rewards.turn_reward_U)
     if finite_P.any():
         compared = replace(rewards, group_P=batch.peer_P).of(finite_P)
-        estimate_U, baseline = _estimated(compared, given.of(finite_P), settings)
-        advantage_U[finite_P[rewards.trajectory_U]] = estimate_U
+        finite_U = finite_P[rewards.trajectory_U]
+        estimate_U, baseline = _estimated(compared, given.of(finite_P, finite_U), settings)
+        advantage_U[finite_U] = estimate_U
         finite_P &= finite_groups(rewards, advantage_U)
     metrics = {}
     if settings.kind == "adca":
@@ -105,6 +108,7 @@ def _by_group(
             "advantage/alpha": given.alpha,
             "advantage/unlabelled_groups": float(unlabelled_groups(rewards)),
         }
+    metrics |= {f"advantage/own/{name}": value for name, value in given.metrics.items()}
     advantage_U = np.where(finite_P[rewards.trajectory_U], advantage_U, 0.0)
     return advantage_U[batch.turn_at_N], finite_P, baseline, metrics
 
@@ -124,6 +128,7 @@ def _estimated(
         estimate_U, baseline = found
         estimate_U, baseline = np.asarray(estimate_U, np.float64), float(baseline)
         problem = "" if estimate_U.shape == wanted_U else f"advantages of shape {estimate_U.shape}"
+        given.metrics.update({str(name): float(one) for name, one in given.metrics.items()})
     except (TypeError, ValueError) as error:
         problem = f"{type(found).__name__} ({error})"
     if problem:

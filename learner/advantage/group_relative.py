@@ -7,7 +7,7 @@ algorithms §3.
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 import numpy as np
@@ -27,17 +27,29 @@ class EstimatorInput:
 
     alpha: the weight of labels at this step; baseline: the running mean of earlier rewards;
     log_weight_P: the log of exp(anchor - old) over all tokens of each trajectory, bounded, 0 for
-    functions without `@reads_log_weights`; length_P: the ACTION tokens of each.
+    functions without `@reads_log_weights`; length_P: the ACTION tokens of each; lag_P, lag_U int64:
+    the largest version lag of the tokens of each trajectory, and of each turn. The group of a
+    trajectory is in the rewards. `metrics`: takes numbers of the estimator's own, which are logged
+    as advantage/own/<name>.
     """
 
     alpha: float
     baseline: float
     log_weight_P: Array
     length_P: Array
+    lag_P: Array
+    lag_U: Array
+    metrics: dict[str, float] = field(default_factory=dict)
 
-    def of(self, kept_P: Array) -> "EstimatorInput":
-        """Return that of the trajectories `kept_P` alone, bool[P]."""
-        return replace(self, log_weight_P=self.log_weight_P[kept_P], length_P=self.length_P[kept_P])
+    def of(self, kept_P: Array, kept_U: Array) -> "EstimatorInput":
+        """Return that of the trajectories `kept_P` alone, bool[P], whose turns are `kept_U`."""
+        return replace(
+            self,
+            log_weight_P=self.log_weight_P[kept_P],
+            length_P=self.length_P[kept_P],
+            lag_P=self.lag_P[kept_P],
+            lag_U=self.lag_U[kept_U],
+        )
 
 
 # The advantage of every turn, float[U], and the running baseline for the next step.

@@ -9,6 +9,7 @@ a single row, one micro-batch at a time. `collate` makes batches; nothing change
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -33,8 +34,9 @@ class MicroBatch:
     predicted from, row by row: prediction_N int64 (index into `_Q`), index_N int64 (place in the
     batch's `_N` arrays, in host memory), mu_N float32, lag_N int64, abandoned_N bool, swapped_N
     bool, stripped_N bool, trajectory_N int64 (0..trajectories-1 within this micro-batch), length_N
-    int64 (ACTION tokens of the token's whole trajectory). row_B int64: the batch's number of each
-    row; end_B int64: the index into read_K of its last token.
+    int64 (ACTION tokens of the token's whole trajectory), position_N int64 (its place among them,
+    as written), group_N int64 (index of its group in the batch). row_B int64: the batch's number of
+    each row; end_B int64: the index into read_K of its last token.
     """
 
     tokens_BT: torch.Tensor
@@ -51,6 +53,8 @@ class MicroBatch:
     stripped_N: torch.Tensor
     trajectory_N: torch.Tensor
     length_N: torch.Tensor
+    position_N: torch.Tensor
+    group_N: torch.Tensor
     row_B: torch.Tensor
     end_B: torch.Tensor
     borders: Borders | None
@@ -121,6 +125,24 @@ class Batch:
     def turn_at_N(self) -> Array:
         """The turn of every ACTION token, as a place among the turns of all trajectories."""
         return self.turn_start_P[self.trajectory_N] + self.turn_N
+
+    @cached_property
+    def position_N(self) -> Array:
+        """The place of every ACTION token among those of its trajectory, as written, from 0."""
+        order_N = np.argsort(self.turn_at_N, kind="stable")  # contexts may take turns
+        count_P = np.bincount(self.trajectory_N, minlength=len(self.length_P))
+        found_N = np.empty(len(order_N), np.int64)
+        found_N[order_N] = np.arange(len(order_N)) - np.repeat(
+            np.cumsum(count_P) - count_P, count_P
+        )
+        return found_N
+
+    @property
+    def lag_U(self) -> Array:
+        """The largest version lag of the ACTION tokens of every turn, 0 without any; int64."""
+        found_U = np.zeros(len(self.turn_reward_U), np.int64)
+        np.maximum.at(found_U, self.turn_at_N, self.lag_N)
+        return found_U
 
     @property
     def stripped_N(self) -> Array:
@@ -294,6 +316,8 @@ def lay_out(batch: Batch, rows_B: Array, device: torch.device, layout: Layout) -
         stripped_N=tensor(batch.stripped_P[trajectory_N]),
         trajectory_N=tensor(np.unique(trajectory_N, return_inverse=True)[1]),
         length_N=tensor(batch.length_P[trajectory_N]),
+        position_N=tensor(batch.position_N[index_N]),
+        group_N=tensor(batch.group_P[trajectory_N]),
         row_B=tensor(rows_B),
         end_B=tensor(found[len(acts_N) :]),
         borders=placed.borders,

@@ -5,7 +5,8 @@ numpy only: callers turn their tensors into arrays. Formulas: algorithms §2.
 
 import io
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 
 import numpy as np
 
@@ -14,6 +15,7 @@ from learner.data.batch import Batch
 
 BUCKETS = ("0", "1", "2", "3-4", "5-8", "9+")
 BUCKET_ENDS = (0, 1, 2, 4, 8)  # the largest lag of every bucket but the last
+OWN = "own/"  # before the names of a correction's own numbers
 QUANTILES = (0.05, 0.5, 0.95)
 
 
@@ -24,7 +26,7 @@ class Accounting:
     `offpolicy_guided/<name>` over the stripped and `offpolicy_unguided/<name>` over the other
     tokens; `offpolicy_swapped/<name>` over tokens that newer weights sampled than the first token
     of their sequence; `lag_<bucket>/<name>` for every bucket that has tokens; `boost/<name>` after
-    a boost.
+    a boost. Numbers of a correction's own have names that begin with OWN.
     """
 
     def __init__(self) -> None:
@@ -45,10 +47,12 @@ class Accounting:
         clipped_low_N: Array,
         clipped_high_N: Array,
         masked_N: Array,
+        own: Mapping[str, Array] = MappingProxyType({}),
     ) -> None:
         """Add the ACTION tokens of one micro-batch; log_rho_N = theta - mu.
 
-        log_moved_N: theta less what `loss.target_kl` measures from.
+        log_moved_N: theta less what `loss.target_kl` measures from. `own`: numbers by name, nan for
+        tokens that have none.
         """
         self.tokens.append(
             {
@@ -62,6 +66,7 @@ class Accounting:
                 "clip_low": clipped_low_N,
                 "clip_high": clipped_high_N,
                 "masked": masked_N,
+                **{f"{OWN}{name}": x_N.astype(np.float64) for name, x_N in own.items()},
             }
         )
 
@@ -114,10 +119,7 @@ class Accounting:
 
     def packed(self) -> bytes:
         """Serialise the tokens for another process, which can `merge` them when `unpacked`."""
-        columns = {
-            f"tokens/{name}": np.concatenate([part[name] for part in self.tokens])
-            for name in (self.tokens[0] if self.tokens else ())
-        }
+        columns = {f"tokens/{name}": column for name, column in self._columns().items()}
         columns |= {f"boosted/{name}": np.array(count) for name, count in self.boosted.items()}
         if self.log_weights:
             columns["trajectories/log_weight"] = np.concatenate(self.log_weights)
@@ -136,15 +138,22 @@ class Accounting:
         found.log_weights = [column for family, _, column in parts if family == "trajectories"]
         return found
 
+    def _columns(self) -> dict[str, Array]:
+        """Return all measurements of all tokens so far; nan where a micro-batch has none."""
+        names = dict.fromkeys(name for part in self.tokens for name in part)
+        lacking = [np.full(len(part["lag"]), np.nan) for part in self.tokens]
+        return {
+            name: np.concatenate(
+                [part.get(name, none) for part, none in zip(self.tokens, lacking, strict=True)]
+            )
+            for name in names
+        }
+
     def metrics(self) -> dict[str, float]:
         """Return statistics of all tokens so far, under stable names; {} if there are none."""
         found: dict[str, float] = {}
         if self.tokens:
-            tokens = {
-                name: np.concatenate([part[name] for part in self.tokens])
-                for name in self.tokens[0]
-            }
-            found |= _by_family(tokens, _token_statistics)
+            found |= _by_family(self._columns(), _token_statistics)
         if count := self.boosted["tokens"]:
             found |= {
                 "boost/tokens": float(count),
@@ -211,6 +220,9 @@ def _token_statistics(tokens: dict[str, Array]) -> dict[str, float]:
         statistics[f"{name}_mean"] = float(tokens[name].mean())
         for share, value in zip(QUANTILES, np.quantile(tokens[name], QUANTILES), strict=True):
             statistics[f"{name}_q{round(100 * share):02d}"] = float(value)
+    for name, column in tokens.items():
+        if name.startswith(OWN) and (known := column[~np.isnan(column)]).size:
+            statistics[name] = float(known.mean())
     return statistics
 
 

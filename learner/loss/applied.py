@@ -3,6 +3,8 @@
 The kinds themselves are in `correction`. Errors name the key and the function.
 """
 
+import re
+from collections.abc import Mapping
 from dataclasses import fields
 
 import numpy as np
@@ -14,6 +16,7 @@ from evolver_async.extension import is_own, noted
 from evolver_async.schema import Array
 from learner.loss.correction import ActionTokens, Corrected, correction_of
 
+METRIC_NAME = re.compile(r"[\w.@-]{1,64}")  # as of an environment's own numbers
 NUMBERS = ("ratio_N", "weight_N", "w_N", "r_N")  # fields of Corrected, one number a token
 
 
@@ -92,4 +95,11 @@ def _unfit(found: object, theta_N: torch.Tensor) -> str:
             return f"{name} as {shape}, not as a tensor of {wanted}: one number a token"
         if theta_N.requires_grad and value.requires_grad != (name == "ratio_N"):
             return f"{name} {'without' if name == 'ratio_N' else 'with'} a gradient"
+    if not isinstance(found.metrics, Mapping):
+        return f"metrics as {type(found.metrics).__name__}, not as a mapping"
+    for name, value in found.metrics.items():
+        if not (isinstance(name, str) and METRIC_NAME.fullmatch(name)):
+            return f"metrics with the name {name!r}, not up to 64 letters, digits and _ . @ -"
+        if not isinstance(value, torch.Tensor) or tuple(value.shape) != wanted:
+            return f"metrics[{name!r}] that is no tensor of {wanted}: one number a token"
     return ""

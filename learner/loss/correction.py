@@ -9,8 +9,8 @@ from which the data is corrected, is mu, except for tokens whose context lost it
 A user's correction is a function like the ones here, named as `correction.kind=module:function`.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import numpy as np
@@ -28,7 +28,9 @@ class ActionTokens:
 
     theta_N carries the gradient; old_N and anchor_N are constants, trajectory_N int64[N] is the
     trajectory of each token. anchor_N is 0 for the kinds that read no anchor. prepared_N: what the
-    kind's `prepare` returned for these tokens, 1 without one.
+    kind's `prepare` returned for these tokens, 1 without one. lag_N int64: versions between the
+    token's sampling and this step. position_N int64: its place among the ACTION tokens of its
+    trajectory, from 0. group_N int64: index of its group, the same in all micro-batches of a step.
     """
 
     theta_N: torch.Tensor
@@ -37,6 +39,9 @@ class ActionTokens:
     advantage_N: torch.Tensor
     trajectory_N: torch.Tensor
     prepared_N: torch.Tensor
+    lag_N: torch.Tensor
+    position_N: torch.Tensor
+    group_N: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -46,7 +51,9 @@ class Corrected:
     The objective of a token is weight_N L(x) with the clipped L and x = ratio_N, or, if the kind
     does not clip, weight_N A ratio_N, whose ratio_N may be theta itself. ratio_N is differentiable,
     weight_N constant. w_N = exp(anchor - old), r_N = exp(theta - anchor): constants, per token and
-    untruncated whatever the kind does with them (kinds without an anchor: w = r = q).
+    untruncated whatever the kind does with them (kinds without an anchor: w = r = q). `metrics`:
+    numbers of the kind's own to log, one a token, nan for tokens that have none: their means are
+    offpolicy/own/<name>, and lag_<bucket>/own/<name> by version lag.
     """
 
     ratio_N: torch.Tensor
@@ -54,6 +61,7 @@ class Corrected:
     w_N: torch.Tensor
     r_N: torch.Tensor
     clips: bool
+    metrics: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
 
 Correction = Callable[[ActionTokens, CorrectionConfig], Corrected]

@@ -88,7 +88,15 @@ class Objective:
             anchor_N = self._recorded(micro, theta_N, anchor_N)
         old_N = micro.of(self.logprobs.old_N)
         tokens = ActionTokens(
-            theta_N, old_N, anchor_N, advantage_N, micro.trajectory_N, micro.of(self.prepared_N)
+            theta_N=theta_N,
+            old_N=old_N,
+            anchor_N=anchor_N,
+            advantage_N=advantage_N,
+            trajectory_N=micro.trajectory_N,
+            prepared_N=micro.of(self.prepared_N),
+            lag_N=micro.lag_N,
+            position_N=micro.position_N,
+            group_N=micro.group_N,
         )
         corrected = corrected_tokens(tokens, self.correction)
         self.unfit.update(not_finite(corrected, tokens, self.correction))
@@ -189,4 +197,5 @@ def account(
         clipped_low_N=clipped.low_N.cpu().numpy(),
         clipped_high_N=clipped.high_N.cpu().numpy(),
         masked_N=masked_N.cpu().numpy(),
+        own={name: x_N.detach().cpu().numpy() for name, x_N in corrected.metrics.items()},
     )

@@ -15,8 +15,10 @@ from evolver_async.model.precision import stored_dtype
 from evolver_async.weights.lora_receiver import whole
 
 
-def export(run_dir: Path, out: Path, step: int | str | None = None) -> str:
+def export(run_dir: Path, out: Path, step: int | str | None = None, examples: bool = False) -> str:
     """Write config, weights, tokenizer and instructions to `out`; return a line about it.
+
+    `examples`: the instructions may show a row of the files that the run trained on.
 
     Adapters are merged into the weights and also written to `out`/adapter in the format of the
     `peft` library.
@@ -33,7 +35,7 @@ def export(run_dir: Path, out: Path, step: int | str | None = None) -> str:
     tensors = shards.read(chosen, "model")
     policy.load_state(model, whole(tensors, settings, dtype))
     policy.export(model, out, settings.path)
-    resolve("manual")(stage_config(config, len(config.stages) - 1), out)
+    resolve("manual")(stage_config(config, len(config.stages) - 1), out, examples)
     line = f"wrote {out}: the policy after step {manifest.step} of {run_dir}"
     if not settings.lora.rank:
         return line

@@ -2,6 +2,7 @@
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 from chatml import TEMPLATE, make_tokenizer
@@ -75,7 +76,7 @@ def test_plain_transformers_writes_every_turn_of_the_evaluation(exported: Export
 def test_the_readme_tells_what_a_turn_needs(exported: Exported) -> None:
     text = (exported.directory / "README.md").read_text()
     for told in (
-        *("Every turn begins with `<answer>`", "`</answer>`", "at most 12 tokens", "greedily"),
+        *("Every turn begins with `<answer>`", "`</answer>`", "at 12 tokens", "greedily"),
         *("reply with <answer> action</answer>", "stop=['</answer>']", "whole conversation"),
     ):
         assert told in text, told
@@ -84,9 +85,52 @@ def test_the_readme_tells_what_a_turn_needs(exported: Exported) -> None:
 def test_the_generation_settings_are_valid_and_those_of_the_evaluation(exported: Exported) -> None:
     settings = GenerationConfig.from_pretrained(exported.directory)
     settings.validate(strict=True)
-    assert settings.stop_strings == ["</answer>"] and settings.max_new_tokens == 12
+    assert settings.stop_strings == ["</answer>"]
     assert not settings.do_sample
     assert settings.eos_token_id == sorted(exported.setting.chat.stop_tokens)
+
+
+def test_the_limits_of_training_do_not_cut_what_an_export_serves(exported: Exported) -> None:
+    """vLLM caps every request at `max_new_tokens`; transformers stops at 20 without any limit."""
+    settings = json.loads((exported.directory / "generation_config.json").read_text())
+    model = json.loads((exported.directory / "config.json").read_text())
+    assert "max_new_tokens" not in settings
+    assert settings["max_length"] == model["max_position_embeddings"]
+
+
+def test_weights_have_the_mode_of_the_other_files(exported: Exported) -> None:
+    modes = {path.name: path.stat().st_mode for path in exported.directory.iterdir()}
+    assert set(modes.values()) == {modes["config.json"]}, modes
+    assert "model.safetensors" in modes
+
+
+@pytest.mark.parametrize("prompts", [True, False])
+def test_the_readme_copies_rows_only_if_asked_and_one_an_environment(
+    tmp_path: Path, prompts: bool
+) -> None:
+    make_tokenizer().save_pretrained(tmp_path)
+    rows = [
+        {"question": f"SECRET {n}", "answer": "1"}
+        if prompts
+        else {
+            "env": ("frozen_lake", "sokoban")[n % 2],
+            "seed": n,
+            "id": f"t{n}",
+            "query": f"SECRET {n}",
+        }
+        for n in range(300)
+    ]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    changes = [f"tasks.path={tmp_path / 'rows.jsonl'}", "rollout.system_prompt=GUIDE"]
+    if prompts:
+        changes += ["env.name=prompts", "tasks.prompt=question", "tasks.answer=answer"]
+    config = stage_config(load(None, [STEPS, *changes]), 0)
+    envs = 1 if prompts else 2
+    for examples, copied in ((False, 0), (True, envs)):
+        write_manual(config, tmp_path, examples)
+        text = (tmp_path / "README.md").read_text()
+        assert text.count("SECRET") == copied and "GUIDE" in text
+        assert text.count("## How an episode of") == envs
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
@@ -114,7 +158,7 @@ def test_nothing_of_the_bases_sampling_stays(tmp_path, temperature: float) -> No
     write_manual(stage_config(load(None, [STEPS, f"eval.temperature={temperature}"]), 0), tmp_path)
     written = json.loads((tmp_path / "generation_config.json").read_text())
     assert (written.pop("bos_token_id"), written.pop("pad_token_id")) == (1, 2)
-    own = {"eos_token_id", "max_new_tokens", "do_sample", "stop_strings"}
+    own = {"eos_token_id", "do_sample", "stop_strings"}
     neutral = {"repetition_penalty": 1.0, "top_k": 0, "top_p": 1.0, "temperature": temperature}
     assert written.items() <= ({name: written[name] for name in own} | neutral).items()
     settings = GenerationConfig.from_pretrained(tmp_path)

@@ -18,13 +18,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 from evolver_async.config import ConfigError
+from evolver_async.durations import since_1970
 from evolver_async.launch.run_directory import address_of, scale
 from evolver_async.metrics.tail import Tail
 from evolver_async.watch.status import ask
@@ -191,7 +191,7 @@ def first_tickets(run_dir: Path) -> list[float]:
         ready = 0.0
         for line in path.read_text().splitlines():
             if "the engine is ready" in line or "first ticket" in line:
-                stamp = datetime.strptime(line[:23], "%Y-%m-%d %H:%M:%S,%f").timestamp()
+                stamp = since_1970(line.partition(" ")[0])
                 if "first ticket" in line:
                     found.append(stamp - ready)
                 ready = stamp

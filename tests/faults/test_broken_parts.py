@@ -3,7 +3,6 @@
 Every case is a real run as small as it can be, ended as soon as it was seen.
 """
 
-import datetime
 import re
 import subprocess
 import time
@@ -15,6 +14,8 @@ import broken
 import pytest
 from launches import COMMAND, wait_for
 from openai_server import OpenAIServer, closed_url
+
+from evolver_async.durations import since_1970
 
 WITHIN_S = 10.0
 RECIPE = f"""
@@ -53,7 +54,7 @@ class Console:
         """When the actor first logged these words."""
         for line in (self.run_dir / "logs" / "actor-0.log").read_text().splitlines():
             if words in line:
-                return datetime.datetime.strptime(line[:23], "%Y-%m-%d %H:%M:%S,%f").timestamp()
+                return since_1970(line.partition(" ")[0])
         raise AssertionError(f"{words!r} was not logged")
 
 

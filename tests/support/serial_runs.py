@@ -17,7 +17,7 @@ from evolver_async.launch.registry import resolve
 from evolver_async.launch.serial import run
 from evolver_async.process.setup import RoleArgs
 
-WALL_TIME = ("time_s", "time/", "throughput/", "weights/publish_s")
+WALL_TIME = ("time", "throughput/", "weights/publish_s")
 
 
 @dataclass

@@ -31,7 +31,7 @@ class TaskSource:
 
     `train`: number of distinct training tasks, 0 for an unbounded set. `evaluated`: split of the
     evaluations that have no set of their own. `mixture`: several environments instead of `env`.
-    `given`: tasks of rows, `train` of them in the train split.
+    `given`: tasks of rows, `train` of them in the train split. `greedy`: evaluations do not sample.
     `solved`, `failed`: the chance that a pass over a finite set, or over the pool, includes a task
     whose newest group succeeded, or failed, in all its members: such a group has no contrast.
     """
@@ -44,6 +44,7 @@ class TaskSource:
     evaluated: Split = "validation"
     mixture: tuple[MixturePart, ...] = ()
     given: GivenTasks | None = None
+    greedy: bool = False
 
     @cached_property
     def parts(self) -> tuple[MixturePart, ...]:
@@ -88,6 +89,13 @@ class TaskSource:
         ends = list(accumulate(part.weight for part in self.parts))
         place = (number + 0.5) * GOLDEN % 1.0 * ends[-1]
         return self.parts[min(bisect_right(ends, place), len(ends) - 1)]
+
+    def episodes(self, wanted: int) -> int:
+        """Return how many of the `wanted` evaluation episodes can differ: a greedy reply to the
+        same prompt is the same reply, so rows of prompts are not played again to fill a number."""
+        if self.given is None or not self.given.rows.meta.prompt or not self.greedy:
+            return wanted
+        return min(wanted, self.given.count(self.evaluated))
 
     def examples(self, split: Split = "train") -> list[Task]:
         """One task of this split of every part of the mixture, or of a few rows."""

@@ -2,7 +2,7 @@
 // Curves and the trajectory browser. Text of the run is assigned as text only, never as HTML.
 
 const ROLES = ["PROMPT", "EXPERIENCE", "ACTION", "OBSERVATION"];
-const EXPERIENCE = 1, ACTION = 2, ROWS = 50;
+const EXPERIENCE = 1, ACTION = 2, ROWS = 50, PREVIEW = 60;
 const FORMAT_ERROR = 1, TOOL_ERROR = 2, INVALID_ACTION = 4;
 const byId = (id) => document.getElementById(id);
 const embedded = (id) => JSON.parse(byId(id).textContent);
@@ -120,6 +120,7 @@ function makeFilters() {
   add("success", "success", [any, [1, "yes"], [0, "no"]]);
   add("guided", "experience", [any, [1, "guided"], [0, "unguided"]]);
   add("measured", "ratio, advantage", [any, [1, "known"], [0, "unknown"]]);
+  addInput("said", "text or task contains", "search");
   addInput("reward", "reward at least", "number");
   filters.reward.step = "any";
   const keys = Object.keys(KEYS).map((name) => [name, name]);
@@ -143,6 +144,8 @@ function matches(row) {
   const wanted = (name) => filters[name].value;
   if (wanted("step") !== "" && !columns.steps[row].includes(+wanted("step"))) return false;
   if (wanted("reward") !== "" && columns.reward[row] < +wanted("reward")) return false;
+  const found = `${columns.said[row]}\n${text("task", row)}`.toLowerCase();
+  if (!found.includes(wanted("said").toLowerCase())) return false;
   return ["group", "env", "kind", "fate", "version", "success", "guided", "measured"].every(
     (name) => wanted(name) === "" || columns[name][row] === +wanted(name));
 }
@@ -161,13 +164,14 @@ function listTrajectories() {
 
 function showPage() {
   const heads = ["id", "env", "kind", "reward", "success", "turns", "tokens", "version", "lag",
-    "step", "fate", "experience"];
+    "step", "fate", "experience", "reply"];
   const rows = shown.slice(page * ROWS, (page + 1) * ROWS).map((row) => {
     const cells = [label(row), text("env", row), text("kind", row), columns.reward[row],
       columns.success[row] ? "yes" : "no", columns.turns[row], columns.tokens[row],
       text("version", row) || "–", columns.lag[row] < 0 ? "–" : columns.lag[row],
       columns.steps[row].join(", ") || "–", text("fate", row),
-      columns.guided[row] ? "guided" : ""];
+      columns.guided[row] ? "guided" : "",
+      columns.said[row].slice(0, PREVIEW) + (columns.said[row].length > PREVIEW ? "…" : "")];
     const made = node("tr", { tabIndex: 0, className: row === chosen ? "chosen" : "" },
       ...cells.map((cell) => node("td", {
         textContent: cell, className: typeof cell === "number" ? "number" : "text" })));

@@ -1,6 +1,7 @@
 """The stream of tasks: keyed, complete, patient with slow tasks only so far."""
 
 import collections
+import json
 import math
 from pathlib import Path
 
@@ -15,8 +16,9 @@ from evolver_async.buffer.tasks.files import rows_of
 from evolver_async.buffer.tasks.rows import given_tasks
 from evolver_async.buffer.tasks.source import TaskSource, held_out_task
 from evolver_async.buffer.tasks.stream import Cursor, Queued, TaskStream, Walk
-from evolver_async.config import TasksConfig
+from evolver_async.config import Config, TasksConfig
 from evolver_async.config.load import load, stage_config
+from evolver_async.config.sections.run import EvalConfig
 from evolver_async.schema import Task
 
 ENDLESS = TaskSource(env="maze", params={"size": 3}, train=0)
@@ -235,6 +237,23 @@ def test_a_stage_knows_nothing_of_another_files_tasks_with_the_same_ids(tmp_path
     assert tasks.cursor.quarantined
     tasks.switch(of_file("hard"))
     assert not tasks.cursor.quarantined
+
+
+@pytest.mark.parametrize(
+    ("prompt", "temperature", "episodes"), [("q", 0.0, 3), ("q", 0.7, 64), ("", 0.0, 64)]
+)
+def test_greedy_rows_are_not_played_again_to_fill_a_number(
+    tmp_path, prompt: str, temperature: float, episodes: int
+):
+    """A greedy reply to the same prompt is the same; a task can still have chance of its own."""
+    rows = [{"q": f"{n}", "split": "train" if n else "test", "seed": n} for n in range(2)]
+    rows += [{"q": f"{n}", "split": "test", "seed": n} for n in range(2, 4)]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    tasks = TasksConfig(path=str(path), prompt=prompt, split="split" if prompt else "")
+    config = Config(tasks=tasks, eval=EvalConfig(temperature=temperature))
+    assert source_of(config).episodes(64) == episodes
+    assert source_of(config).episodes(2) == 2
 
 
 def test_exploration_has_its_own_way_through_the_tasks():

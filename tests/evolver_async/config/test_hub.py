@@ -14,6 +14,7 @@ import pytest
 from small_models import SIZES
 
 from evolver_async.model.policy import make_tiny
+from evolver_async.results.replies import load as load_replies
 
 COMMIT = "a" * 40
 FILES = {
@@ -159,6 +160,10 @@ def test_a_bare_model_of_the_cache_is_evaluated(tmp_path: Path) -> None:
     make_tiny(kept / "snapshots" / COMMIT, seed=0, **SIZES)
     environment = {"HF_HOME": str(tmp_path), "PYTHONPATH": ":".join(sys.path), **os.environ}
     model = ("policy.path=org/tiny", "policy.max_length=64", "--episodes", "1")
-    command = [sys.executable, "-m", "evolver_async.cli", "eval", "bandit", *model]
+    saved = ("--save", str(tmp_path / "saved.jsonl"))
+    command = [sys.executable, "-m", "evolver_async.cli", "eval", "bandit", *model, *saved]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0 and f"{COMMIT}: success" in done.stdout, done.stderr
+    (reply,) = load_replies(tmp_path / "saved.jsonl")
+    assert reply.task == "bandit/test/0" and reply.evaluated.endswith(COMMIT)
+    assert reply.prompt and reply.reply and reply.turns == 1

@@ -101,7 +101,7 @@ async def test_every_view_shows_a_finished_run(made: MadeRun, size: tuple[int, i
     made.step(filtered="spread")
     made.close()
     (made.run_dir / "logs").mkdir()
-    log = "2026-01-02 03:04:05,678 ERROR actors.worker: KeyError: 'map'\n"
+    log = "2026-01-02T03:04:05.678Z ERROR actors.worker: KeyError: 'map'\n"
     (made.run_dir / "logs" / "actor-0.log").write_text(log)
     end(made.run_dir, 0)
     app = RunDashboard(RunFeed(made.run_dir, made.config))
@@ -113,7 +113,7 @@ async def test_every_view_shows_a_finished_run(made: MadeRun, size: tuple[int, i
         await pilot.press("2")
         await shown(pilot, "no step has trained sampled tokens yet")
         await pilot.press("3")
-        await shown(pilot, "The run has ended", "2026-01-02 03:04:05: KeyError: 'map'")
+        await shown(pilot, "The run has ended", "2026-01-02T03:04:05Z: KeyError: 'map'")
         await pilot.press("4")
         text = await shown(pilot, "from the journal", "filtered by reason: 2", "rollout: spread")
         assert "rollout         8     0      0      0        6         2        0  closes" in text

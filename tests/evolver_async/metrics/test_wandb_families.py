@@ -16,6 +16,7 @@ from wandb_records import definitions, files, history, records, run_record, step
 from evolver_async.config import Config, StageConfig
 from evolver_async.config.load import dump
 from evolver_async.config.sections import MetricsConfig
+from evolver_async.durations import since_1970, utc
 from evolver_async.metrics import families, gauges, wandb_process
 from evolver_async.metrics.alerts import alert, last_title
 from evolver_async.metrics.histograms import linear
@@ -279,9 +280,11 @@ def test_gauges_of_one_period_form_one_row(tmp_path: Path) -> None:
     later = {**lines[0], "time": lines[0]["time"] + gauges.PERIOD_S, "rss_bytes": 4.0}
     rows = gauges.GaugeRows()
     (row,) = rows.take_in([*lines, later])
-    assert row.pop("clock_s") >= 0
+    assert row.pop("clock_s") >= 0 and since_1970(row.pop("time")) > 0
     assert row == {"process/buffer/rss_bytes": 2.0, "process/learner/rss_bytes": 3.0}
-    assert rows.rest() == [{"clock_s": gauges.PERIOD_S, "process/buffer/rss_bytes": 4.0}]
+    (rest,) = rows.rest()
+    assert rest.pop("time") == utc(later["time"])
+    assert rest == {"clock_s": gauges.PERIOD_S, "process/buffer/rss_bytes": 4.0}
     assert rows.rest() == []
 
 

@@ -13,16 +13,24 @@ from typing import Any
 import psutil
 import pytest
 from launches import DEADLINE_S, alive, wait_for
-from wandb_records import files, records, step_rows
+from wandb_records import files, history, records, step_rows
 
 from evolver_async.cli import main
 from evolver_async.config import Config, StageConfig
 from evolver_async.config.load import dump
+from evolver_async.durations import since_1970, utc
 from evolver_async.metrics import tail, wandb_process
 from evolver_async.metrics.alerts import alert
 from evolver_async.metrics.gauges import PERIOD_S, SYSTEM
-from evolver_async.metrics.tail import append_row
-from evolver_async.metrics.wandb_process import has_key, online, read_state, url_of, write_state
+from evolver_async.metrics.tail import Tail, append_row
+from evolver_async.metrics.wandb_process import (
+    has_key,
+    online,
+    read_state,
+    sync_of,
+    url_of,
+    write_state,
+)
 from evolver_async.metrics.wandb_upload import Upload, exclusive, send
 from evolver_async.metrics.writer import Metrics
 
@@ -181,7 +189,27 @@ def test_every_restart_writes_the_same_run_from_its_first_row(run_dir: Path) -> 
         metrics.close()
     assert newest(run_dir) == [(1, 1), (2, 2), (2, 3), (2, 4)]
     runs = {file.name for file in files(run_dir)}
-    assert runs == {f"run-{read_state(run_dir)['id']}.wandb"} and len(files(run_dir)) >= 2
+    assert runs == {f"run-{read_state(run_dir)['id']}.wandb"}
+    assert len(files(run_dir)) == 1, "there is one directory to sync"
+    assert sync_of(run_dir) == str(files(run_dir)[0].parent)
+
+
+def test_rows_keep_their_times_when_they_are_sent_again(run_dir: Path) -> None:
+    """W&B shows wall time by `_timestamp`, which else is that of the upload."""
+    metrics = Metrics(run_dir)
+    log(metrics, 1, 1)
+    metrics.close()
+    (row,) = Tail(run_dir / "metrics.jsonl").rows()
+    later = row | {"time": utc(1_000_000.25), "step": 2}
+    append_row(run_dir / "metrics.jsonl", later)
+    gauge = {"time": 2_000_000.5, "process": "actor-0", "host": "h", "rss_bytes": 1.0}
+    append_row(run_dir / SYSTEM, gauge)
+    for _ in range(2):
+        send(run_dir, False)
+        wait_for(lambda: len(history(files(run_dir)[-1])) == 3, "all rows in W&B's file")
+        times = [one["_timestamp"] for one in history(files(run_dir)[-1])]
+        assert times == [since_1970(row["time"]), 1_000_000.25, 2_000_000.5]
+    assert len(files(run_dir)) == 1
 
 
 def test_a_process_that_cannot_start_and_a_damaged_state_harm_nothing(

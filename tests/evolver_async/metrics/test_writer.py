@@ -1,14 +1,19 @@
 """What reaches the files."""
 
 import json
+import logging
 import math
 import time
+from datetime import datetime, timedelta
 
 import numpy as np
 import pytest
 
 from evolver_async.config.secrets import without_secrets as without
+from evolver_async.durations import since_1970, utc
+from evolver_async.metrics.launches import record
 from evolver_async.metrics.writer import JsonlWriter, Metrics, Timers
+from evolver_async.process.setup import set_up_logging
 
 
 def read(path) -> list[dict]:
@@ -20,7 +25,8 @@ def test_rows_are_on_disk_as_soon_as_they_are_logged(tmp_path):
     metrics.lineage = 2
     metrics.log(3, {"train/success": np.float32(0.5), "note": "x"})
     row = {"step": 3, "lineage": 2, "train/success": 0.5, "note": "x"}
-    assert read(tmp_path / "metrics.jsonl") == [row]
+    (written,) = read(tmp_path / "metrics.jsonl")
+    assert written.pop("time") and written == row
     metrics.close()
 
 
@@ -29,7 +35,28 @@ def test_non_finite_numbers_become_null_and_are_named(tmp_path):
     metrics.log(0, {"a": math.nan, "b": np.float64(math.inf), "c": 1})
     metrics.close()
     row = {"step": 0, "lineage": 0, "a": None, "b": None, "c": 1, "non_finite": ["a", "b"]}
-    assert read(tmp_path / "metrics.jsonl") == [row]
+    (written,) = read(tmp_path / "metrics.jsonl")
+    assert written.pop("time") and written == row
+
+
+def test_rows_alerts_and_lines_of_logs_have_the_time_with_its_zone(tmp_path):
+    """Hosts of a run can have several zones, and files are read in others."""
+    metrics, begun = Metrics(tmp_path), time.time()
+    metrics.log(1, {})
+    metrics.log_histograms(1, {})
+    metrics.alert("title", "text")
+    metrics.close()
+    record(tmp_path, None, [], {})
+    set_up_logging(tmp_path / "x.log", logging.CRITICAL)
+    logging.getLogger("a").warning("said")
+    names = ("metrics", "histograms", "alerts", "launches")
+    found = [read(tmp_path / f"{name}.jsonl")[0]["time"] for name in names]
+    found.append((tmp_path / "x.log").read_text().partition(" ")[0])
+    for text in found:
+        at = datetime.fromisoformat(text)
+        assert text.endswith("Z") and at.utcoffset() == timedelta(0)
+        assert begun - 1 <= at.timestamp() <= time.time() + 1
+        assert utc(since_1970(text)) == text
 
 
 @pytest.mark.parametrize("torn", [b"", b'{"step": 2, "tra'])

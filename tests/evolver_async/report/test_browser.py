@@ -124,6 +124,17 @@ def test_the_list_is_filtered_and_sorted(tab: Tab, page: Path) -> None:
     assert tab.problems == []
 
 
+def test_the_list_shows_and_searches_what_was_written(tab: Tab, page: Path) -> None:
+    tab.open(page)
+    fill(tab, "said", "DOWN")
+    see(tab, LISTED, ["4/0/0", "4/1/0", "5/0/0", "5/1/0"])
+    last = "document.querySelector('#list tr:nth-child(2) td:last-child').textContent"
+    assert "down" in tab.evaluate(last)
+    fill(tab, "said", HOSTILE[:20])
+    assert tab.evaluate("document.querySelectorAll('#list img, #list script').length") == 0
+    assert tab.problems == []
+
+
 def test_a_trajectory_without_measurements_says_so(tab: Tab, page: Path) -> None:
     tab.open(page)
     fill(tab, "measured", "0")

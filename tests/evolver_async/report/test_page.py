@@ -18,7 +18,10 @@ from evolver_async.metrics.tail import Tail
 from evolver_async.protocol.messages import Kept
 from evolver_async.report import browser, write
 from evolver_async.report.browser import unpack
+from evolver_async.report.sections import sections
 from evolver_async.results import progress
+from evolver_async.results.replies import SavedReply
+from evolver_async.results.replies import save as save_replies
 from evolver_async.results.run import load_run
 from evolver_async.schema import Role
 
@@ -84,6 +87,7 @@ def test_the_page_holds_the_trajectories_of_the_journal(run: MadeRun, tmp_path: 
     reading = Reading(page)
     index, results = unpack(reading.data["index"]), load_run(run.run_dir)
     columns, texts = index["columns"], index["texts"]
+    assert columns["said"][0] == "left right" and columns["said"][-1] == "up"
     facts = zip(
         columns["group"], columns["member"], columns["reward"], columns["steps"], strict=True
     )
@@ -129,6 +133,32 @@ def test_the_head_tells_the_algorithms_and_environments_of_stages_that_differ(
         text = "".join(Reading(tmp_path / "page.html").text.split())
         facts = f"environment{environment}algorithm{algorithm}lineages"
         assert facts.replace(" ", "") in text
+
+
+def test_the_page_shows_the_configuration_beside_the_curves(run: MadeRun, tmp_path: Path) -> None:
+    run.step()
+    run.close()
+    found = sections(load_run(run.run_dir), [])[-1]
+    changed, everything = found.tables
+    rows = {row[0]: row[1:] for row in changed.rows}
+    assert rows["policy.path"] == [str(run.run_dir / "policy"), ""]
+    assert len(everything.rows) > len(changed.rows)
+    assert "learner.lr" in {row[0] for row in everything.rows}
+
+
+def test_the_page_shows_saved_evaluations(run: MadeRun, tmp_path: Path) -> None:
+    run.step()
+    run.close()
+    facts = {"task": "t/1", "success": True, "reward": 1.0, "turns": 1}
+    (run.run_dir / "evaluations").mkdir()
+    saved = [SavedReply(evaluated="x, step 1", prompt="p", reply=HOSTILE, **facts)] * 300
+    save_replies(run.run_dir / "evaluations" / "one.jsonl", saved)
+    (table,) = next(
+        one.tables for one in sections(load_run(run.run_dir), []) if "Replies" in one.title
+    )
+    assert len(table.rows) == 200 and table.rows[0] == ["", "t/1", 0, "yes", 1.0, "p", HOSTILE]
+    write.write(load_run(run.run_dir), tmp_path / "page.html")
+    assert HOSTILE in Reading(tmp_path / "page.html").text
 
 
 def test_the_head_tells_the_seconds_of_training(run: MadeRun, tmp_path: Path) -> None:
@@ -183,7 +213,7 @@ def test_hostile_text_stays_text(tmp_path: Path) -> None:
     run.step(HOSTILE, "<!--<script>")
     run.log(stage=0.0, stage_kind="rl", **{f"failures/{HOSTILE}": 1.0})
     (run.run_dir / "logs").mkdir()
-    log = f"2026-11-23 09:11:15,162 WARNING a.b: {HOSTILE} restart 1 of 3\n"
+    log = f"2026-11-23T09:11:15.162Z WARNING a.b: {HOSTILE} restart 1 of 3\n"
     (run.run_dir / "logs" / "launcher.log").write_text(log)
     run.close()
     page = tmp_path / "page.html"

@@ -46,12 +46,12 @@ def test_no_rows_have_no_events() -> None:
 
 def test_the_restarts_in_a_log_are_found() -> None:
     log = (
-        "2026-11-23 09:10:15,162 INFO evolver_async.launch: begins\n"
-        "2026-11-23 09:11:15,162 WARNING evolver_async.launch.supervisor: actor-0 ended with"
+        "2026-11-23T09:10:15.162Z INFO evolver_async.launch: begins\n"
+        "2026-11-23T09:11:15.162Z WARNING evolver_async.launch.supervisor: actor-0 ended with"
         " SIGKILL, restart 1 of 3 in 1.0 s: no error is in its log\n"
     )
     (found,) = restarts_logged(log)
-    assert found.step is None and found.text.startswith("2026-11-23 09:11:15,162: actor-0 ended")
+    assert found.step is None and found.text.startswith("2026-11-23T09:11:15.162Z: actor-0 ended")
 
 
 def test_the_newest_events_of_each_kind_are_kept() -> None:
@@ -67,7 +67,7 @@ def test_the_newest_events_of_each_kind_are_kept() -> None:
 
 
 def test_the_newest_restarts_in_a_log_are_kept() -> None:
-    line = "2026-11-23 09:11:15,162 WARNING evolver_async.launch: actor-{} ended, restart 1 of 3"
+    line = "2026-11-23T09:11:15.162Z WARNING evolver_async.launch: actor-{} ended, restart 1 of 3"
     found = restarts_logged("\n".join(line.format(number) for number in range(SHOWN + 5)))
     assert len(found) == SHOWN and f"actor-{SHOWN + 4} ended" in found[-1].text
 

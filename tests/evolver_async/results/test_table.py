@@ -1,6 +1,8 @@
 """Columns of metrics are arrays over the rows, with NaN where a row has no number."""
 
+import csv
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,6 +22,27 @@ def test_columns_are_arrays_and_rows_are_dicts() -> None:
     assert list(table.columns("lo")) == ["loss"]
     with pytest.raises(KeyError, match="no row has 'lost'"):
         table["lost"]
+
+
+def test_a_table_becomes_a_data_frame_and_a_file_of_cells(tmp_path: Path) -> None:
+    rows = [
+        {"time": "2026-05-04T12:30:00.250Z", "step": 1, "loss": 0.5},
+        {"time": "2026-05-04T12:30:01.000Z", "step": 2, "loss": None, "non_finite": ["loss"]},
+        {"step": 3, "name": "a,b"},
+    ]
+    frame = MetricTable(rows).to_pandas()
+    assert list(frame) == ["time", "step", "loss", "non_finite", "name"] and len(frame) == 3
+    assert frame["time"][1].timestamp() - frame["time"][0].timestamp() == 0.75
+    assert str(frame["time"].dt.tz) == "UTC" and frame["loss"].isna().tolist() == [
+        False,
+        True,
+        True,
+    ]
+    MetricTable(rows).to_csv(tmp_path / "m.csv")
+    with open(tmp_path / "m.csv", newline="") as file:
+        cells = list(csv.DictReader(file))
+    assert [one["step"] for one in cells] == ["1", "2", "3"]
+    assert (cells[1]["loss"], cells[1]["non_finite"], cells[2]["name"]) == ("", '["loss"]', "a,b")
 
 
 def test_an_empty_table_has_no_columns() -> None:

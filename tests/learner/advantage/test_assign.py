@@ -1,5 +1,7 @@
 """Advantages of a batch by an estimator of one's own."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from collated_groups import NEVER, collated, make_groups
@@ -24,6 +26,37 @@ def unfit(rewards: Rewards, given: EstimatorInput, settings: AdvantageConfig) ->
         "nothing": None,
         "right": (turn_U.tolist(), np.float32(given.baseline)),
     }[settings.params["wrong"]]
+
+
+def younger(rewards: Rewards, given: EstimatorInput, settings: AdvantageConfig) -> object:
+    """Estimator that halves the advantage for every version of lag, and logs what it met."""
+    assert len(given.lag_P) == len(rewards.reward_P)
+    given.metrics["lag"] = float(given.lag_P.max())
+    return 0.5**given.lag_U, given.baseline
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_an_own_estimator_sees_the_lag_and_logs_numbers(lost: bool) -> None:
+    batch = collated(make_groups(1, 5, 4), NEVER)
+    lag_N = np.arange(len(batch.mu_N)) % 3
+    lag_P = np.zeros(len(batch.lag_P), np.int64)
+    np.maximum.at(lag_P, batch.trajectory_N, lag_N)
+    batch = replace(batch, lag_N=lag_N, lag_P=lag_P)
+    reward_P = batch.reward_P.copy()
+    reward_P[0] = np.nan if lost else reward_P[0]
+    rewards = Rewards(
+        reward_P, batch.group_P, batch.turn_start_P, batch.turn_reward_U, batch.label_U
+    )
+    zero_N = np.zeros_like(batch.mu_N)
+    settings = AdvantageConfig(kind=f"{__name__}:younger")
+    state = {"scale": 1.0, "baseline": 0.0, "step": 0, "steps": 1}
+    found = assign(batch, LogProbs(zero_N, zero_N, zero_N), None, rewards, settings, **state)
+    for token, turn in enumerate(batch.turn_at_N):
+        oldest = max(lag_N[batch.turn_at_N == turn])
+        trains = found.finite_P[batch.trajectory_N[token]]
+        assert found.advantage_N[token] == (0.5**oldest if trains else 0.0)
+    assert found.finite_P.all() == (not lost)
+    assert found.metrics["advantage/own/lag"] == lag_P[found.finite_P].max()
 
 
 @pytest.mark.parametrize(

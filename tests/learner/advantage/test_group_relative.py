@@ -312,7 +312,8 @@ def test_every_estimator_gives_every_turn_one_advantage(kind):
     estimator = AdvantageConfig(kind=kind)
     rewards = rewards_of(groups)
     trajectories = len(rewards.reward_P)
-    given = EstimatorInput(0.1, 0.25, np.zeros(trajectories), np.ones(trajectories, int))
+    lags = np.zeros(trajectories, int), np.zeros(3, int)
+    given = EstimatorInput(0.1, 0.25, np.zeros(trajectories), np.ones(trajectories, int), *lags)
     advantage_U, baseline = estimator_of(estimator)(rewards, given, estimator)
     assert advantage_U.shape == (3,)
     assert (baseline != 0.25) == (kind == "reinforce")
@@ -395,7 +396,7 @@ def test_sums_that_differ_by_rounding_alone_have_no_advantage(kind, std):
     reward_P = np.array([0.1 + 0.2, 0.3, 0.3, 1.0])
     group_P, zeros_P = np.array([0, 0, 1, 1]), np.zeros(4)
     rewards = Rewards(reward_P, group_P, np.arange(5), reward_P, zeros_P.astype(np.int8))
-    given_ = EstimatorInput(alpha=0.0, baseline=0.0, log_weight_P=zeros_P, length_P=zeros_P + 1)
+    given_ = EstimatorInput(0.0, 0.0, zeros_P, zeros_P + 1, zeros_P, zeros_P)
     settings_ = AdvantageConfig(kind=kind, std=std)
     found_U, _ = estimator_of(settings_)(rewards, given_, settings_)
     assert found_U[:2].tolist() == [0.0, 0.0] and np.abs(found_U[2:]).min() > 0.1

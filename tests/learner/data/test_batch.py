@@ -200,6 +200,7 @@ def update_loss(
             micro.of(advantage_N),
             micro.trajectory_N,
             torch.ones_like(theta_N),
+            *[micro.lag_N, micro.position_N, micro.group_N],
         )
         settings = CorrectionConfig(kind="decoupled", level=level, w_max=5.0)
         corrected = decoupled(tokens, settings)

@@ -73,6 +73,7 @@ def objective(
         A_N,
         data["trajectory_N"],
         torch.from_numpy(prepared(settings, *constants)).to(A_N.dtype),
+        *[torch.zeros_like(data["trajectory_N"])] * 3,
     )
     corrected = correction_of(settings)(tokens, settings)
     if corrected.clips:
@@ -329,6 +330,9 @@ def spread_over_tokens(tokens: ActionTokens, settings: CorrectionConfig) -> Corr
         "constant": lambda: replace(whole, ratio_N=ratio_N.detach()),
         "live": lambda: replace(whole, weight_N=ratio_N),
         "tuple": lambda: (ratio_N, ratio_N),
+        "metric": lambda: replace(whole, metrics={"age": ratio_N.mean()}),
+        "list": lambda: replace(whole, metrics=[1.0]),
+        "name": lambda: replace(whole, metrics={"a/b": ratio_N.detach()}),
         "nothing": lambda: whole,
     }
     return wrong[settings.params["wrong"]]()
@@ -344,6 +348,9 @@ def spread_over_tokens(tokens: ActionTokens, settings: CorrectionConfig) -> Corr
         ("constant", "ratio_N without a gradient"),
         ("live", "weight_N with a gradient"),
         ("tuple", "tuple, not Corrected"),
+        ("metric", r"metrics\['age'\] that is no tensor of \(40,\)"),
+        ("list", "metrics as list"),
+        ("name", "metrics with the name 'a/b'"),
         ("nothing", ""),
     ],
 )
@@ -353,7 +360,7 @@ def test_a_result_that_is_not_one_number_a_token_is_named_with_its_function(
     kind = f"{__name__}:spread_over_tokens"
     settings = CorrectionConfig(kind=kind, params={"wrong": wrong})
     theta_N, constant_N = torch.zeros(40, requires_grad=True), torch.zeros(40)
-    tokens = ActionTokens(theta_N, *[constant_N] * 5)
+    tokens = ActionTokens(theta_N, *[constant_N] * 8)
     if not said:
         assert corrected_tokens(tokens, settings).clips
         return
@@ -368,12 +375,12 @@ def spoils(tokens: ActionTokens, settings: CorrectionConfig) -> Corrected:
     return Corrected(ratio_N, *[ratio_N.detach()] * 3, clips=True)
 
 
-@pytest.mark.parametrize("changed", ["theta_N", "old_N", "advantage_N"])
+@pytest.mark.parametrize("changed", ["theta_N", "old_N", "advantage_N", "lag_N"])
 def test_a_function_that_changes_what_the_loss_reads_is_named(changed: str) -> None:
     kind = f"{__name__}:spoils"
     settings = CorrectionConfig(kind=kind, params={"changed": changed})
     theta_N = torch.zeros(40, requires_grad=True) * 1
-    tokens = ActionTokens(theta_N, *[torch.zeros(40) for _ in range(5)])
+    tokens = ActionTokens(theta_N, *[torch.zeros(40) for _ in range(8)])
     said = rf"^correction\.kind: {kind} changed its input {changed} in place"
     with pytest.raises(TrainingError, match=said):
         corrected_tokens(tokens, settings)

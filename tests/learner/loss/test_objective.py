@@ -1,12 +1,13 @@
 """The loss of a whole rl update against a loop over tokens in the notation of algorithms §2, §4."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from budget import examples
-from collated_groups import collated, make_groups
+from collated_groups import NEVER, collated, make_groups
 from corrections import KINDS, UNCLIPPED, kept_by_m2po
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,7 +17,7 @@ from evolver_async.config.sections.learner import by_kind
 from learner.data.batch import Batch, LogProbs
 from learner.data.collate import Internalise
 from learner.diagnostics.offpolicy import Accounting
-from learner.loss.correction import reads_anchor
+from learner.loss.correction import ActionTokens, Corrected, reads_anchor
 from learner.loss.objective import Objective
 from learner.loss.policy import token_scale
 from learner.loss.ratios import guided_old
@@ -102,6 +103,42 @@ def expected_loss(
             "dppo_tv": (abs(moved) <= correction.divergence or moved * A <= 0) * q * A,
         }[correction.kind]
     return -total / len(tokens)
+
+
+def aged(tokens: ActionTokens, settings: CorrectionConfig) -> Corrected:
+    """Correction by the lag of a token, which logs what it sees."""
+    ratio_N = (tokens.theta_N - tokens.anchor_N).exp()
+    weight_N = 0.5 ** tokens.lag_N.to(ratio_N.dtype)
+    seen = {"lag": tokens.lag_N, "position": tokens.position_N, "group": tokens.group_N}
+    late_N = torch.where(tokens.position_N > 0, tokens.lag_N.to(ratio_N.dtype), torch.nan)
+    metrics = {name: x_N.double() for name, x_N in seen.items()} | {"late": late_N}
+    return Corrected(ratio_N, weight_N, torch.ones_like(weight_N), ratio_N.detach(), True, metrics)
+
+
+@pytest.mark.parametrize("budget", [40, 10_000])
+def test_an_own_correction_sees_lag_place_and_group_and_logs_numbers(budget: int) -> None:
+    batch, data = filled(3, NEVER, "anchor")
+    batch = replace(batch, lag_N=np.arange(len(batch.mu_N)) % 4)
+    correction = CorrectionConfig(kind=f"{__name__}:aged")
+    accounting = Accounting()
+    objective = objective_of(data, *by_kind(correction, LossConfig()))
+    theta = torch.from_numpy(data["theta"])
+    minibatch = batch.whole()
+    for micro in minibatch.micro_batches(budget, CPU):
+        theta_N = theta[micro.index_N].requires_grad_()
+        objective(theta_N, torch.zeros_like(theta_N), micro, minibatch, accounting)
+    position_N, seen = [], dict.fromkeys(range(len(batch.length_P)), 0)
+    written = sorted(range(len(batch.mu_N)), key=lambda t: (batch.turn_at_N[t], t))
+    for token in written:
+        position_N.append(seen[int(batch.trajectory_N[token])])
+        seen[int(batch.trajectory_N[token])] += 1
+    late = [batch.lag_N[t] for t, place in zip(written, position_N, strict=True) if place]
+    found = Accounting.unpacked(accounting.packed()).metrics()
+    assert found["offpolicy/own/lag"] == pytest.approx(batch.lag_N.mean())
+    assert found["offpolicy/own/position"] == pytest.approx(np.mean(position_N))
+    assert found["offpolicy/own/group"] == pytest.approx(batch.group_P[batch.trajectory_N].mean())
+    assert found["offpolicy/own/late"] == pytest.approx(np.mean(late))
+    assert found["lag_2/own/lag"] == 2 and found["lag_3-4/own/lag"] == 3
 
 
 @pytest.mark.parametrize(("kind", "level"), KINDS)
