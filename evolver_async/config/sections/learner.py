@@ -123,7 +123,8 @@ class CorrectionConfig:
     guided: Literal["stale", "anchor", "behaviour"] = "stale"
     # decoupled, topr: weights per token or per trajectory; auto: topr per trajectory, else token
     level: Literal["auto", "token", "trajectory"] = "auto"
-    # truncation of the importance weight; -1: 2, decoupled by trajectory 5, vcpo 8
+    # truncation of the importance weight; -1: 2, decoupled by trajectory 5, vcpo 8, m2po and
+    # dppo_tv 20, which bound nothing else
     w_max: Annotated[float, Range(gt=0, infinite=True, also=LEFT_OPEN)] = LEFT_OPEN
     # icepop, geo_mask: smaller weights are masked; -1: 0.5, geo_mask 0.8, or 0.99 with
     # buffer.max_staleness 0
@@ -182,6 +183,8 @@ BOUNDS_OF = {  # differences from BOUNDS, by kind and level
     ("decoupled", "trajectory"): {"w_max": 5.0},
     ("geo_mask", "token"): {"low": 0.8, "high": 1.25},
     ("vcpo", "trajectory"): {"w_max": 8.0},
+    ("m2po", "token"): {"w_max": 20.0},
+    ("dppo_tv", "token"): {"w_max": 20.0},
     ("gspo", "token"): {"clip_low": 3e-4, "clip_high": 4e-4},
 }
 FRESH_MASK = {"low": 0.99, "high": 1.01}  # of geo_mask
