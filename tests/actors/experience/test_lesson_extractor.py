@@ -611,6 +611,7 @@ def test_the_package_reads_its_directories_where_it_is_installed(
         SentenceTransformer=SentenceTransformer, __spec__=ModuleSpec(package.__name__, None)
     )
     monkeypatch.setitem(sys.modules, package.__name__, package)
+    pool_by(encoder, "mean")
     plain, _ = load_embedder(ExperienceConfig(embedder=str(encoder)))
     assert isinstance(plain, TransformerEmbedder), "not a directory of the package's"
     other = shutil.copytree(encoder, tmp_path / "other")
