@@ -1,8 +1,8 @@
 """Embedding of texts as vectors whose inner product is their similarity.
 
 Either by hashed n-grams of words, which need no model and are equal on every machine, or by a model
-in a local sentence-transformers directory (`actors/engines/embedder.py`). Where a script writes no
-spaces between words, each character counts as one.
+in a local sentence-transformers directory (`actors/engines/embedder.py`), or by a user's function.
+For the n-grams each character counts as a word where a script writes no spaces between words.
 """
 
 import importlib
@@ -13,6 +13,7 @@ from typing import Protocol
 import numpy as np
 
 from evolver_async.config import ExperienceConfig
+from evolver_async.extension import imported, is_own, noted
 
 DIMENSIONS = 256
 NGRAM = 3  # words
@@ -22,6 +23,7 @@ SPACELESS = (
     "\U00020000-\U0003134f"
 )
 WORD = re.compile(rf"[{SPACELESS}]|[^\W{SPACELESS}]+|[^\w\s]")
+KEY = "experience.embedder"
 DEDUP_HASH, DEDUP_NEURAL = 0.95, 0.5  # texts with at least this cosine are duplicates
 
 
@@ -71,6 +73,40 @@ def embed(texts: list[str], dimensions: int = DIMENSIONS) -> np.ndarray:
     signs_H = np.where(hash_H >> 31, 1.0, -1.0)
     sums = np.bincount(place_H, signs_H, len(texts) * dimensions)
     vectors = sums.reshape(len(texts), dimensions).astype(np.float32)
+    return _of_length_one(vectors)
+
+
+class OwnEmbedder:
+    """Embedder by a user's function: a list of texts → one vector a text, of any length.
+
+    Raise ValueError, which names the key, if it returns anything else.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._function = noted(KEY, path, imported(KEY, path))
+        self.dimensions = 0
+        try:
+            self.dimensions = self.embed(["a text"]).shape[1]
+        except Exception as error:  # a user's code, which can raise anything
+            problem = " ".join(f"{type(error).__name__}: {error}".split())
+            raise ValueError(f"{KEY}: {path}: {problem}") from error
+        self.name = f"{path}-{self.dimensions}"
+
+    def embed(self, texts: list[str]) -> np.ndarray:
+        """Return float32[n, d] with rows of length 1 (0 if a vector is 0)."""
+        if not texts:
+            return np.zeros((0, self.dimensions), np.float32)
+        vectors = np.array(self._function(list(texts)), np.float32)
+        wanted = (len(texts), self.dimensions or vectors.shape[-1])
+        if vectors.shape != wanted or not np.isfinite(vectors).all():
+            given = f"returned {vectors.shape}" if vectors.shape != wanted else "is not finite"
+            raise ValueError(f"{KEY}: {self._path} {given}; one vector a text: {wanted}")
+        return _of_length_one(vectors)
+
+
+def _of_length_one(vectors: np.ndarray) -> np.ndarray:
+    """Scale rows to length 1 in place; those of 0 stay."""
     lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
     return np.divide(vectors, lengths, out=vectors, where=lengths > 0)
 
@@ -78,10 +114,13 @@ def embed(texts: list[str], dimensions: int = DIMENSIONS) -> np.ndarray:
 def load_embedder(config: ExperienceConfig) -> tuple[Embedder, float]:
     """Load the configured embedder and its cosine from which two texts are duplicates.
 
-    Raise ValueError, which names `experience.embedder`, if its directory holds no model.
+    Raise ValueError, which names `experience.embedder`, if its directory holds no model, or if the
+    user's function returns no vectors.
     """
     if config.embedder == "hash":
         return HashEmbedder(config.dimensions), config.dedup or DEDUP_HASH
+    if is_own(config.embedder):
+        return OwnEmbedder(config.embedder), config.dedup or DEDUP_NEURAL
     # imported here, as a service without a model needs no torch
     module = importlib.import_module("actors.engines.embedder")
-    return module.TransformerEmbedder(config.embedder), config.dedup or DEDUP_NEURAL
+    return module.load(config.embedder), config.dedup or DEDUP_NEURAL

@@ -173,7 +173,8 @@ def stage_config(config: Config, index: int, rollbacks: int = 0) -> Config:
             check_stage(merged, index)
         except ConfigError as error:
             raise ConfigError(f"safety.rollback: {error}") from None
-    fresh = merged.buffer.max_staleness == 0
+    # between engine and learner bfloat16 alone rounds a fresh sequence out of the narrow bounds
+    fresh = merged.buffer.max_staleness == 0 and merged.policy.decided_dtype == "float32"
     correction, loss = by_kind(merged.correction, merged.loss, fresh=fresh)
     return replace(merged, correction=correction, loss=loss)
 

@@ -12,6 +12,7 @@ from evolver_async.config.sections.run import RunName
 from evolver_async.config.shape import GGUF
 from evolver_async.config.values.errors import ConfigError
 from evolver_async.config.values.rules import check_value
+from evolver_async.extension import is_own
 
 ROWS = ("path", "validation", "test")  # keys of `tasks` that name files of rows
 
@@ -26,12 +27,11 @@ def with_absolute_paths(config: Config) -> Config:
         return path if hub.is_id(path) else absolute(path)
 
     embedder = config.experience.embedder
+    named = embedder == "hash" or is_own(embedder)
     return replace(
         with_task_paths(config, unless_id),
         policy=replace(config.policy, path=unless_id(config.policy.path)),
-        experience=replace(
-            config.experience, embedder=embedder if embedder == "hash" else absolute(embedder)
-        ),
+        experience=replace(config.experience, embedder=embedder if named else absolute(embedder)),
         questioning=replace(config.questioning, profile=absolute(config.questioning.profile)),
         weights=replace(config.weights, dir=absolute(config.weights.dir)),
         security=replace(config.security, keys=absolute(config.security.keys)),
@@ -58,7 +58,7 @@ def directory_of(config: Config, name: str) -> Path:
 
 
 def embeds_by_model(config: Config) -> bool:
-    """Return True if a process of the run loads the model in `experience.embedder`."""
+    """Return True if a process of the run loads the model or function in `experience.embedder`."""
     used = config.experience.kind != "none" or config.questioning.kind == "llm"
     return used and config.experience.embedder != "hash"
 
@@ -67,8 +67,9 @@ def check_paths(config: Config) -> None:
     """Raise ConfigError for a path of the configuration that is missing or not writable."""
     _check_policy(config)
     embedder = config.experience.embedder
-    if embeds_by_model(config) and not Path(embedder).is_dir():
-        raise ConfigError(f"experience.embedder: {embedder} is neither hash nor a directory")
+    if embeds_by_model(config) and not (is_own(embedder) or Path(embedder).is_dir()):
+        known = "hash, a directory nor package.module:function"
+        raise ConfigError(f"experience.embedder: {embedder} is neither {known}")
     if not Path(config.weights.dir).is_dir():
         raise ConfigError(f"weights.dir: {config.weights.dir} is not a directory")
     try:

@@ -15,6 +15,7 @@ from evolver_async.config import Config
 from evolver_async.config.load import stage_config
 from evolver_async.config.sections.channel import channel, versions_kept
 from evolver_async.config.shape import DecoderShape
+from evolver_async.extension import is_own
 from evolver_async.memory.bounds import CRITICS, MAX_COPIED
 from evolver_async.memory.passes import activation_bytes, logits_bytes, prefill_bytes
 from evolver_async.memory.units import DTYPE_BYTES, FLOAT, MIB, stored
@@ -244,8 +245,8 @@ def _experience(config: Config) -> Iterable[MemoryPart]:
 
 
 def _embedder(config: Config) -> list[MemoryPart]:
-    """Weights of the model that embeds texts; none for hashed n-grams."""
-    if config.experience.embedder == "hash":
+    """Weights of the model that embeds texts; none for hashed n-grams and functions."""
+    if config.experience.embedder == "hash" or is_own(config.experience.embedder):
         return []
     found = Path(config.experience.embedder)
     files = [*found.glob("*.safetensors")] or [*found.glob("pytorch_model*.bin")]

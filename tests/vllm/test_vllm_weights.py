@@ -44,6 +44,7 @@ class Learner:
     def __init__(self, path: Path, publisher: CollectivePublisher | ShmPublisher) -> None:
         self.model = load_model(path, dtype="float32", device="cpu")
         self.publisher = publisher
+        self.text: list[int] | None = None
         self.versions: dict[WeightId, dict[str, Tensor]] = {}
 
     @torch.no_grad()
@@ -55,7 +56,9 @@ class Learner:
                 parameter.add_(size * torch.randn(parameter.shape, generator=generator))
         tensors = state_tensors(self.model)
         self.versions[weights] = {name: tensor.clone() for name, tensor in tensors.items()}
-        measured = probe.measure(self.model, 0, LENGTH, packed=False)
+        if self.text is None:
+            self.text = probe.write(self.model, 0, LENGTH, packed=False)
+        measured = probe.measure(self.model, self.text, packed=False)
         self.publisher.publish(weights, probe.add(tensors, measured))
         return weights
 

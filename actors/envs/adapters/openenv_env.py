@@ -55,7 +55,7 @@ class OpenEnv(Env):
         if self.action and not self.action_key:
             raise ValueError("action: an action without action_key is the whole object")
         self.longest_call_s = 2 * self.timeout_s
-        self.package = required("openenv.core.generic_client", "url", "openenv-core")
+        self.package = required("openenv.core.generic_client", "url", "openenv", ">=0.4")
         self.plain_instructions = self.instructions  # the server's first observation says the task
         self.instructions = self.instructions or "act in the environment ."
         self.client: Any = None

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from evolver_async.config.sections import Config
-from evolver_async.config.sections.learner import INTERPOLATED
+from evolver_async.config.sections.learner import INTERPOLATED, ROUNDING
 from evolver_async.extension import is_own
 
 UNCLIPPED = ("cispo", "topr", "vcpo", "m2po", "dppo_tv")  # corrections without a ratio to clip
@@ -32,6 +32,11 @@ def learner(config: Config, kind: str) -> Iterator[tuple[str, str]]:
         yield "correction.level", f"must be auto: correction.kind={correction.kind} determines it"
     if correction.level == "token" and correction.kind == "vcpo":
         yield "correction.level", "must be auto: correction.kind=vcpo weighs whole trajectories"
+    short = config.policy.decided_dtype == "bfloat16" and correction.anchor == "interpolate"
+    if short and correction.kind == "gspo" and min(loss.clip_low, loss.clip_high) < ROUNDING:
+        rounds = f"bfloat16 rounds the ratio of a sequence by {ROUNDING}, beyond loss.clip_low and"
+        remedies = "loss.clip_high; or raise these, or set policy.dtype=float32"
+        yield "correction.anchor", f"must be recompute: {rounds} {remedies}"
     if config.advantage.kind == "vtrace" and correction.kind != "none":
         yield "correction.kind", "must be none: advantage.kind=vtrace has its own correction"
     if loss.kl == "k1" and loss.kl_place == "loss":

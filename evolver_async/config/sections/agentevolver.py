@@ -58,7 +58,8 @@ class ExperienceConfig:
     # a guided trajectory keeps its context if an action copies so many consecutive characters that
     # only the experience holds; 0: none does
     keep_copied: int = 0
-    # hash (n-grams) or a sentence-transformers directory; also for questioning's filter
+    # hash (n-grams), a sentence-transformers directory, or package.module:function of a list of
+    # texts that returns one vector a text; also for questioning's filter
     embedder: str = "hash"
     dimensions: Annotated[int, Range(ge=8)] = 256  # hash: of a vector
     top_k: Count = 5  # entries that guide an episode

@@ -123,13 +123,14 @@ class CorrectionConfig:
     guided: Literal["stale", "anchor", "behaviour"] = "stale"
     # decoupled, topr: weights per token or per trajectory; auto: topr per trajectory, else token
     level: Literal["auto", "token", "trajectory"] = "auto"
-    # truncation of the importance weight; -1: 2, decoupled by trajectory 5, vcpo 8
+    # truncation of the importance weight; -1: 2, decoupled by trajectory 5, vcpo 8, m2po and
+    # dppo_tv 20, which bound nothing else
     w_max: Annotated[float, Range(gt=0, infinite=True, also=LEFT_OPEN)] = LEFT_OPEN
     # icepop, geo_mask: smaller weights are masked; -1: 0.5, geo_mask 0.8, or 0.99 with
-    # buffer.max_staleness 0
+    # buffer.max_staleness 0 in float32
     low: Annotated[float, Range(le=1, also=LEFT_OPEN)] = LEFT_OPEN
     # icepop, geo_mask: larger weights are masked; -1: 5, geo_mask 1.25, or 1.01 with
-    # buffer.max_staleness 0
+    # buffer.max_staleness 0 in float32
     high: Annotated[float, Range(ge=1, infinite=True, also=LEFT_OPEN)] = LEFT_OPEN
     # cispo: its weights are truncated at 1 + epsilon
     epsilon: Annotated[float, Range(infinite=True)] = 4.0
@@ -182,9 +183,13 @@ BOUNDS_OF = {  # differences from BOUNDS, by kind and level
     ("decoupled", "trajectory"): {"w_max": 5.0},
     ("geo_mask", "token"): {"low": 0.8, "high": 1.25},
     ("vcpo", "trajectory"): {"w_max": 8.0},
+    ("m2po", "token"): {"w_max": 20.0},
+    ("dppo_tv", "token"): {"w_max": 20.0},
     ("gspo", "token"): {"clip_low": 3e-4, "clip_high": 4e-4},
 }
 FRESH_MASK = {"low": 0.99, "high": 1.01}  # of geo_mask
+# Standard deviation of the mean log-ratio of a sequence of 22 tokens that bfloat16 alone makes.
+ROUNDING = 0.0135
 
 
 def by_kind(
@@ -194,7 +199,7 @@ def by_kind(
 
     The values are the defaults of the table in algorithms §2. The anchor of a kind that compares
     no anchor with mu is `recompute`; a correction of one's own may compare them. `fresh`: no data
-    is older than the weights it trains.
+    is older than the weights it trains, and its log-probs are exact.
     """
     compares = correction.kind in INTERPOLATED or is_own(correction.kind)
     anchor = correction.anchor if compares else "recompute"

@@ -97,14 +97,14 @@ def test_parameters_of_reasoning_gym_are_named(params: dict[str, Any], named: st
         ("reasoning_gym", {"dataset": "gcd"}, "reasoning_gym", "reasoning-gym"),
         ("textarena", {"id": "x"}, "textarena", "textarena"),
         ("verifiers", {"taskset": "x"}, "verifiers.v1", "verifiers"),
-        ("openenv", {"url": "http://x"}, "openenv.core.generic_client", "openenv-core"),
+        ("openenv", {"url": "http://x"}, "openenv.core.generic_client", "openenv"),
     ],
 )
 def test_a_package_that_is_not_installed_is_named(
     monkeypatch: pytest.MonkeyPatch, env: str, params: dict[str, Any], module: str, package: str
 ) -> None:
     monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(EnvError, match=f"pip install {package}"):
+    with pytest.raises(EnvError, match=rf"pip install {package}\)"):
         make_env(env, params)
 
 

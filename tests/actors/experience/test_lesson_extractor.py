@@ -3,10 +3,13 @@ embedder, with a model made here."""
 
 import json
 import shutil
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -19,7 +22,7 @@ from launches import fair_time
 from openai_server import Answer, OpenAIServer
 from transformers import BertModel, T5Config, T5Model
 
-from actors.engines.embedder import TransformerEmbedder
+from actors.engines.embedder import PackageEmbedder, TransformerEmbedder
 from actors.envs.base import make_env
 from actors.experience import lesson_extractor, prompts
 from actors.experience.embed import DEDUP_NEURAL, load_embedder
@@ -467,12 +470,16 @@ def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def pool_by(path: Path, mode: str) -> None:
     (path / "1_Pooling").mkdir(exist_ok=True)
-    (path / "1_Pooling" / "config.json").write_text(json.dumps({mode: True, "other": 16}))
+    said = {mode: True} if mode.startswith("pooling_mode_") else {"pooling_mode": mode}
+    (path / "1_Pooling" / "config.json").write_text(json.dumps(said | {"other": 16}))
 
 
 @pytest.mark.parametrize(
     ("mode", "pick"),
     [
+        ("mean", lambda states: states.mean(0)),
+        ("cls", lambda states: states[0]),
+        ("lasttoken", lambda states: states[-1]),
         ("pooling_mode_mean_tokens", lambda states: states.mean(0)),
         ("pooling_mode_cls_token", lambda states: states[0]),
         ("pooling_mode_lasttoken", lambda states: states[-1]),
@@ -541,6 +548,107 @@ def test_a_pooling_that_we_do_not_know_is_refused(encoder: Path) -> None:
     pool_by(encoder, "pooling_mode_weightedmean_tokens")
     with pytest.raises(ValueError, match=r"experience\.embedder: .*weightedmean"):
         TransformerEmbedder(str(encoder))
+
+
+MODULES = "sentence_transformers.sentence_transformer.modules."
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("1_Pooling/config.json", {"pooling_mode": ["cls", "mean"]}, "cls, mean"),
+        ("1_Pooling/config.json", {"pooling_mode": "max"}, "max"),
+        ("modules.json", [{"type": f"{MODULES}dense.Dense", "path": "2_Dense"}], "Dense"),
+        (
+            "config_sentence_transformers.json",
+            {"prompts": {"query": "query: "}, "default_prompt_name": "query"},
+            "prompt 'query'",
+        ),
+        ("sentence_bert_config.json", {"do_lower_case": True}, "do_lower_case"),
+    ],
+)
+def test_what_only_the_package_reads_names_its_extra(
+    encoder: Path, tmp_path: Path, name: str, content: Any, said: str
+) -> None:
+    other = shutil.copytree(encoder, tmp_path / "other")
+    (other / name).parent.mkdir(exist_ok=True)
+    (other / name).write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=rf"^experience\.embedder: .*{said}.*\[embedder\]"):
+        TransformerEmbedder(str(other))
+
+
+def test_a_pooling_is_read_from_the_folder_that_the_directory_names(
+    encoder: Path, tmp_path: Path
+) -> None:
+    other = shutil.copytree(encoder, tmp_path / "other")
+    pool_by(other, "cls")
+    expected = TransformerEmbedder(str(other)).embed(["go down"])
+    (other / "1_Pooling").rename(other / "2_Pooling")
+    listed = [{"type": f"{MODULES}pooling.Pooling", "path": "2_Pooling"}]
+    (other / "modules.json").write_text(json.dumps(listed))
+    assert TransformerEmbedder(str(other)).embed(["go down"]) == pytest.approx(expected)
+
+
+class SentenceTransformer:
+    """Stand-in for the package: a text's vector is its length and its number of words."""
+
+    def __init__(self, path: str, **settings: Any) -> None:
+        assert settings == {"device": "cpu", "local_files_only": True}
+        if not (Path(path) / "modules.json").is_file():
+            raise OSError("no modules")
+
+    def encode(self, texts: list[str], **settings: Any) -> np.ndarray:
+        assert settings["normalize_embeddings"] and all(texts)
+        vectors = np.array([[len(text), len(text.split())] for text in texts], np.float64)
+        return vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
+
+
+def test_the_package_reads_its_directories_where_it_is_installed(
+    encoder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = ModuleType("sentence_transformers")
+    vars(package).update(
+        SentenceTransformer=SentenceTransformer, __spec__=ModuleSpec(package.__name__, None)
+    )
+    monkeypatch.setitem(sys.modules, package.__name__, package)
+    pool_by(encoder, "mean")
+    plain, _ = load_embedder(ExperienceConfig(embedder=str(encoder)))
+    assert isinstance(plain, TransformerEmbedder), "not a directory of the package's"
+    other = shutil.copytree(encoder, tmp_path / "other")
+    dense = [{"type": f"{MODULES}dense.Dense", "path": "2_Dense"}]
+    (other / "modules.json").write_text(json.dumps(dense))
+    embedder, dedup = load_embedder(ExperienceConfig(embedder=str(other)))
+    assert isinstance(embedder, PackageEmbedder) and dedup == DEDUP_NEURAL
+    made = embedder.embed(["go down", "", "up"])
+    assert made.dtype == np.float32 and made.shape == (3, 2) and not made[1].any()
+    assert made[0] == pytest.approx(np.array([7, 2]) / np.hypot(7, 2))
+    assert embedder.embed([]).shape == (0, 2)
+    (other / "2_Dense").mkdir()
+    (other / "2_Dense" / "model.safetensors").write_bytes(b"other weights")
+    assert load_embedder(ExperienceConfig(embedder=str(other)))[0].name != embedder.name
+
+
+def lengths(texts: list[str]) -> list[list[int]]:
+    """Embed texts as their lengths; those that begin with "?" wrongly."""
+    return [[len(text), 3] for text in texts if not text.startswith("?")]
+
+
+def numbers(texts: list[str]) -> int:
+    """Count texts, which is no embedding."""
+    return len(texts)
+
+
+def test_a_function_of_ones_own_embeds() -> None:
+    name = f"{__name__}:lengths"
+    embedder, dedup = load_embedder(ExperienceConfig(embedder=name))
+    assert (embedder.dimensions, dedup) == (2, DEDUP_NEURAL) and name in embedder.name
+    assert embedder.embed(["four"])[0] == pytest.approx([0.8, 0.6])
+    assert embedder.embed([]).shape == (0, 2)
+    with pytest.raises(ValueError, match=r"^experience\.embedder: .*lengths .*\(2, 2\)"):
+        embedder.embed(["four", "?"])
+    for other in (f"{__name__}:numbers", f"{__name__}:absent"):
+        with pytest.raises(ValueError, match=rf"^experience\.embedder: .*{other.split(':')[1]}"):
+            load_embedder(ExperienceConfig(embedder=other))
 
 
 def test_a_directory_without_a_model_is_refused(tmp_path: Path) -> None:

@@ -43,6 +43,7 @@ class Learner:
         )
         self.model = policy.load_model(self.path, dtype=dtype, device="cpu")
         self.publisher = ShmPublisher(directory / "w", background=False)
+        self.text: list[int] | None = None
 
     @torch.no_grad()
     def step(self, number: int, size: float) -> None:
@@ -50,7 +51,9 @@ class Learner:
         for parameter in self.model.parameters():
             noise = torch.randn(parameter.shape, generator=generator)
             parameter.add_((size * noise).to(parameter.dtype))
-        measured = probe.measure(self.model, 0, LENGTH, packed=False)
+        if self.text is None:
+            self.text = probe.write(self.model, 0, LENGTH, packed=False)
+        measured = probe.measure(self.model, self.text, packed=False)
         tensors = probe.add(policy.state_tensors(self.model), measured)
         self.publisher.publish(version(number), tensors)
 

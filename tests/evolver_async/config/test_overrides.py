@@ -3,7 +3,7 @@
 import pytest
 from refusals import STEPS, refusal
 
-from evolver_async.config import Config
+from evolver_async.config import Config, ConfigError
 from evolver_async.config.load import load, stage_config
 
 
@@ -44,6 +44,21 @@ def test_a_mask_is_narrower_where_no_data_is_stale_unless_it_is_written() -> Non
     assert bounds() == (0.99, 1.01)
     assert bounds("correction.low=0.5") == (0.5, 1.01)
     assert bounds("buffer.max_staleness=1") == (0.8, 1.25)
+    assert bounds("policy.dtype=bfloat16") == (0.8, 1.25), "rounding alone leaves the narrow ones"
+    assert bounds("policy.dtype=bfloat16", "correction.high=1.01") == (0.8, 1.01)
+
+
+def test_gspo_clips_no_rounding() -> None:
+    """Without an anchor of the learner's own, the ratio holds how engine and learner round."""
+    given = [STEPS, "correction={kind: gspo, anchor: interpolate}", "policy.dtype=bfloat16"]
+    with pytest.raises(ConfigError, match=r"^correction\.anchor: must be recompute"):
+        load(None, given)
+    for other in (
+        "policy.dtype=float32",
+        "correction.anchor=recompute",
+        "loss={clip_low: 0.1, clip_high: 0.1}",
+    ):
+        load(None, [*given, other])
 
 
 def test_a_correction_of_ones_own_may_have_an_interpolated_anchor() -> None:

@@ -10,9 +10,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from small_models import SHAPE, SIZES, TOKENIZER
-from transformers import LlamaConfig, Qwen2Config
+from transformers import CohereConfig, Gemma2Config, GraniteConfig, LlamaConfig, Qwen2Config
 from transformers.models.auto import AutoModelForCausalLM
 
+from evolver_async.model.attention import packed_attention
 from evolver_async.model.policy import (
     ModelError,
     export,
@@ -255,6 +256,35 @@ def test_bad_directories_are_refused_by_name(tiny, tmp_path):
 
 
 @pytest.mark.process
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        (Gemma2Config(**SHAPE, attn_logit_softcapping=None), "transforms its logits"),
+        (Gemma2Config(**SHAPE, final_logit_softcapping=None), "attn_logit_softcapping"),
+        (CohereConfig(**SHAPE, logit_scale=0.25), "transforms its logits"),
+        (GraniteConfig(**SHAPE, logits_scaling=4.0), "transforms its logits"),
+        (Gemma2Config(**SHAPE, attn_logit_softcapping=None, final_logit_softcapping=None), ""),
+    ],
+)
+def test_logits_and_scores_that_are_not_plain_are_refused_of_a_fresh_model_too(
+    config, said, tiny, tmp_path
+):
+    torch.manual_seed(0)
+    export(AutoModelForCausalLM.from_config(config), tmp_path, tiny)
+    if not said:
+        load(tmp_path)
+        return
+    with pytest.raises(ModelError, match=said):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["softcap", "s_aux", "position_bias"])
+def test_packed_attention_refuses_what_it_does_not_compute(name):
+    part = torch.zeros(1, 2, 3, 8)
+    with pytest.raises(ModelError, match=name):
+        packed_attention(torch.nn.Module(), part, part, part, None, scaling=1.0, **{name: part})
+
+
 def test_tokenizers_differ_by_fingerprint_and_need_no_torch(tiny, tmp_path):
     shutil.copytree(tiny, tmp_path / "other")
     template = tmp_path / "other" / "chat_template.jinja"

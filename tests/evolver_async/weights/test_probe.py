@@ -7,6 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from actors.engines.decoding.forward import SlotModel
 from evolver_async.model.policy import load_model, make_tiny, state_tensors, token_logprobs
 from evolver_async.schema import WeightId
 from evolver_async.weights.probe import (
@@ -19,6 +20,7 @@ from evolver_async.weights.probe import (
     fault,
     measure,
     separate,
+    write,
 )
 from evolver_async.weights.shm import ShmPublisher, ShmReceiver
 
@@ -87,23 +89,39 @@ def policy_dir(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("packed", [False, True])
 def test_a_probe_is_of_the_model_and_of_the_seed(policy_dir: Path, packed: bool) -> None:
     model = load_model(policy_dir, dtype="float32", device="cpu")
-    probe = measure(model, 3, 64, packed=packed)
+    text = write(model, 3, 64, packed=packed)
+    probe = measure(model, text, packed=packed)
     assert len(probe.tokens) == LENGTH == len(probe.logprobs) + 1
     row = torch.tensor([probe.tokens])
     plain = load_model(policy_dir, dtype="float32", device="cpu")
     with torch.no_grad():
         logprobs_BT, _ = token_logprobs(plain, row, torch.ones_like(row))
     assert probe.logprobs == pytest.approx(logprobs_BT[0, 1:].tolist(), abs=1e-5)
-    assert measure(model, 3, 64, packed=packed) == probe
-    assert measure(model, 4, 64, packed=packed).tokens != probe.tokens
-    assert len(measure(model, 3, 8, packed=packed).tokens) == 7, "an engine samples one more"
+    assert measure(model, write(model, 3, 64, packed=packed), packed=packed) == probe
+    assert write(model, 4, 64, packed=packed) != probe.tokens
+    assert len(write(model, 3, 8, packed=packed)) == 7, "an engine samples one more"
+
+
+def test_the_text_of_a_probe_is_one_that_the_policy_writes(policy_dir: Path) -> None:
+    """Where a token is unlikely, log-probs in bfloat16 are rounded more than any tolerance."""
+    model = load_model(policy_dir, dtype="bfloat16", device="cpu")
+    with torch.no_grad():
+        model.get_output_embeddings().weight.mul_(64)
+    vocabulary = model.config.vocab_size
+    for seed in range(3):
+        own = measure(model, write(model, seed, 64, packed=False), packed=False)
+        drawn = torch.randint(0, vocabulary, (LENGTH,), generator=torch.Generator()).tolist()
+        other = measure(model, drawn, packed=False)
+        assert sum(own.logprobs) > sum(other.logprobs) / 4
+        engine = SlotModel(model, 64)
+        assert ScoredProbe(own, engine.score(own.tokens)).difference() < TOLERANCE["bfloat16"] / 2
 
 
 def test_a_probe_comes_through_a_channel_beside_the_weights(
     policy_dir: Path, tmp_path: Path
 ) -> None:
     model = load_model(policy_dir, dtype="float32", device="cpu")
-    probe = measure(model, 3, 64, packed=False)
+    probe = measure(model, list(range(9)), packed=False)
     publisher = ShmPublisher(tmp_path / "w", background=False)
     weights = WeightId(lineage=1, step=1)
     publisher.publish(weights, add(state_tensors(model), probe))

@@ -110,9 +110,6 @@ def slow(
     def of_theta(weight: float) -> tuple[float, float]:
         return weight * A * theta[t], weight * A
 
-    def of_ratio(weight: float, x: float) -> tuple[float, float]:
-        return weight * x * A, weight * x * A
-
     inside = settings.low <= (w if settings.kind == "icepop" else geo) <= settings.high
     whole = settings.level == "trajectory"
     return {
@@ -125,15 +122,16 @@ def slow(
         "cispo": lambda: of_theta(min(q, 1 + settings.epsilon)),
         "topr": lambda: of_theta(1 if A > 0 else min(Q if whole else q, 1)),
         "vcpo": lambda: of_theta(min(Q, settings.w_max)),
-        "m2po": lambda: of_ratio(
-            w if t in kept_by_m2po(advantages, mu, anchor, settings.second_moment) else 0, r
+        "m2po": lambda: of_theta(
+            (t in kept_by_m2po(advantages, mu, anchor, settings.second_moment))
+            * min(q, settings.w_max)
         ),
-        "dppo_tv": lambda: of_ratio(
+        "dppo_tv": lambda: of_theta(
             not (
                 (A > 0 and math.exp(theta[t]) - math.exp(mu[t]) > settings.divergence)
                 or (A < 0 and math.exp(mu[t]) - math.exp(theta[t]) > settings.divergence)
-            ),
-            q,
+            )
+            and min(q, settings.w_max)
         ),
     }[settings.kind]()
 
@@ -261,6 +259,43 @@ def test_weights_carry_no_gradient_and_extremes_stay_finite():
             objective_N, corrected = objective(data, A_N, CorrectionConfig(kind=kind, level=level))
             assert not corrected.weight_N.requires_grad
             assert torch.isfinite(gradient(objective_N, theta_N)).all()
+
+
+# Largest gradient of a token by its log-prob, in units of its advantage.
+BOUNDS = {"none": 3, "ppo": 3, "decoupled": 15, "icepop": 15, "geo_mask": 3, "gspo": 6}
+BOUNDS |= {"cispo": 5, "topr": 1, "vcpo": 8, "m2po": 20, "dppo_tv": 20}
+
+
+@pytest.mark.parametrize(("kind", "level"), KINDS)
+@pytest.mark.parametrize("log_ratio", [7.0, -7.0, 40.0, -40.0])
+@pytest.mark.parametrize("moved", ["anchor_N", "theta_N", "both"])
+@pytest.mark.parametrize("advantage", [-1.0, 1.0])
+def test_no_update_is_one_token(
+    kind: str, level: str, log_ratio: float, moved: str, advantage: float
+) -> None:
+    """One token of 1,000 whose log-prob is wrong, alone in its trajectory, which is the worst."""
+    tokens = 1000
+    old_N = torch.full((tokens,), -0.1, dtype=torch.float64)
+    old_N[0] = min(-0.1, -0.1 - log_ratio)  # no log-prob is above 0
+    anchor_N, theta_N = old_N.clone(), old_N.clone()
+    theta_N[0] += log_ratio
+    if moved != "theta_N":
+        anchor_N[0] += log_ratio
+    if moved == "anchor_N":
+        theta_N[0] = old_N[0]
+    data = {
+        "theta_N": theta_N.requires_grad_(),
+        "old_N": old_N,
+        "anchor_N": anchor_N,
+        "trajectory_N": torch.arange(tokens),
+    }
+    A_N = torch.ones(tokens, dtype=torch.float64)
+    A_N[::2] = -1.0
+    A_N[0] = advantage
+    objective_N, _ = objective(data, A_N, CorrectionConfig(kind=kind, level=level))
+    gradient_N = gradient(objective_N, data["theta_N"]).abs()
+    assert float(gradient_N[0]) <= BOUNDS[kind]
+    assert float(gradient_N[0]) < float(gradient_N[1:].norm()), "less than the others together"
 
 
 def test_trajectory_sums_reach_every_token():

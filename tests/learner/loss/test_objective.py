@@ -99,8 +99,9 @@ def expected_loss(
             "cispo": min(q, 1 + correction.epsilon) * A * theta,
             "topr": (1 if A > 0 else min(R * W if whole else q, 1)) * A * theta,
             "vcpo": min(R * W, correction.w_max) * A * theta,
-            "m2po": (t in trains) * q * A,
-            "dppo_tv": (abs(moved) <= correction.divergence or moved * A <= 0) * q * A,
+            "m2po": (t in trains) * min(q, correction.w_max) * A * theta,
+            "dppo_tv": (abs(moved) <= correction.divergence or moved * A <= 0)
+            * (min(q, correction.w_max) * A * theta),
         }[correction.kind]
     return -total / len(tokens)
 

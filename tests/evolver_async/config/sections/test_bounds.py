@@ -46,6 +46,7 @@ def bounds(config: Config, stage: int = 0) -> tuple[str | float, ...]:
         ("{kind: gspo}", ("token", 2.0, 0.5, 5.0, 3e-4, 4e-4)),
         ("{kind: topr}", ("trajectory", 2.0, 0.5, 5.0, 0.2, 0.28)),
         ("{kind: topr, level: token}", USUAL),
+        *((f"{{kind: {kind}}}", ("token", 20.0, *USUAL[2:])) for kind in ("m2po", "dppo_tv")),
     ],
 )
 def test_bounds_that_nobody_sets_are_those_of_the_kind(
