@@ -198,6 +198,7 @@ def test_actors_without_memory_for_them_are_refused(
     assert not (run_dir / ACTORS).exists()
 
 
+@pytest.mark.process
 def test_the_actors_of_a_launcher_are_counted_by_their_command(tmp_path: Path) -> None:
     program = "import time, sys; print(0, flush=True); time.sleep(600)"
     (tmp_path / "evolver_async").mkdir()
