@@ -244,10 +244,14 @@ def _add_results(commands: Commands) -> None:
     command.add_argument("out", type=Path, metavar="OUT", help="directory to write")
     _add_step(command, "default: the newest")
 
-    about = "write a run or a study as an HTML page: curves, tables, trajectories"
+    about = "write a run, several or a study as an HTML page: curves, tables, trajectories"
     command = _add(commands, "report", "results:report", about)
-    _add_run(command, "directory of the run, or of a study")
-    about = "a .html file, or a folder for any number of trajectories; default: in RUN_DIR"
+    about = "directory of the run, or of a study; several runs are compared as a study's cells are"
+    command.add_argument("run_dirs", type=Path, nargs="+", metavar="RUN_DIR", help=about)
+    about = (
+        "a .html file, or a folder for any number of trajectories of one run; default: in RUN_DIR,"
+        " or in the directory that holds several"
+    )
     command.add_argument("--out", type=Path, metavar="FILE.html|DIR", help=about)
 
     command = _add(commands, "wandb", "results:wandb", "send a run's metrics to Weights & Biases")

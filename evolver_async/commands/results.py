@@ -84,17 +84,23 @@ def wandb(args: argparse.Namespace) -> int:
 
 
 def report(args: argparse.Namespace) -> int:
-    """Write the report of a run or of a study and print its page."""
+    """Write the report of a run, of several or of a study, and print its page."""
     if importlib.util.find_spec("bokeh") is None:
         raise ConfigError("report: needs Bokeh: pip install 'evolver-async[report]'")
+    first, *others = args.run_dirs
+    if others:
+        from evolver_async.study.given import compared
+
+        with as_config_errors():
+            return _study_report(compared([*map(run_directory, args.run_dirs)]), args.out)
     with as_config_errors():
-        study = existing(args.run_dir)
+        study = existing(first)
     if study is not None:
         return _study_report(study, args.out)
     from evolver_async.report.write import write
 
     progress = ProgressLines(lambda line: print(line, file=sys.stderr))
-    written = write(load_run(run_directory(args.run_dir), progress=progress), args.out)
+    written = write(load_run(run_directory(first), progress=progress), args.out)
     print(written.page)
     count = f"{written.shown:,} of {written.total:,} trajectories"
     print(f"{count}, {written.page.stat().st_size / 1e6:.1f} MB")
@@ -106,7 +112,7 @@ def report(args: argparse.Namespace) -> int:
 def _study_report(study: Study, page: Path | None) -> int:
     """Write the page of a study and print its path."""
     if importlib.util.find_spec("mpmath") is None:
-        raise ConfigError("report: a study needs mpmath: pip install 'evolver-async[study]'")
+        raise ConfigError("report: a comparison needs mpmath: pip install 'evolver-async[study]'")
     if page is not None and page.suffix not in (".html", ".htm"):
         raise ConfigError(f"{page}: the report of a study is one page; name a .html file")
     from evolver_async.report.study_page import write_study

@@ -19,7 +19,7 @@ from evolver_async.config import ConfigError
 from evolver_async.report.browser import TrajectoryPages
 from evolver_async.report.plots import document
 from evolver_async.report.sections import PageSection
-from evolver_async.report.tables import Table
+from evolver_async.report.tables import Link, Table
 
 PARTS = "trajectories"  # the folder of script files beside a page
 MARK = b'<meta name="generator" content="evolver_async report">'  # in the head of every page
@@ -199,6 +199,13 @@ def _table(table: Table) -> str:
 
 
 def _cell(value: Any) -> str:
+    if isinstance(value, list):
+        return f'<td class="text">{", ".join(map(_link, value))}</td>'
     number = isinstance(value, int | float)
     text = f"{value:,}" if number else str(value)[:CUT]
     return f'<td class="{"number" if number else "text"}">{escape(text)}</td>'
+
+
+def _link(one: Link) -> str:
+    text = escape(one.text[:CUT])
+    return f'<a href="{escape(one.href)}">{text}</a>' if one.href else text

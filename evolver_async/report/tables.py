@@ -4,14 +4,21 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 from evolver_async.results.trajectories import RecordedTrajectory
 
 
+class Link(NamedTuple):
+    """Text that leads to `href`; without one it is plain."""
+
+    text: str
+    href: str
+
+
 @dataclass
 class Table:
-    """A table with a title; cells are numbers or text."""
+    """A table with a title; cells are numbers, text, or lists of links."""
 
     title: str
     head: list[str]

@@ -45,7 +45,7 @@ def cells_of(definition: Definition) -> list[Cell]:
         changes |= {key: value for key, value in swept.items() if key != VARIANT}
         changes |= {key: swept[source] for key, source in definition.tie.items()}
         texts = tuple(f"{key}={value}" for key, value in changes.items())
-        cells.append(Cell(_name(swept, number), swept, texts))
+        cells.append(Cell(cell_name(swept, number), swept, texts))
     names = [cell.name for cell in cells]
     return [
         replace(cell, name=f"{cell.name}_{number}") if names.count(cell.name) > 1 else cell
@@ -71,7 +71,7 @@ def short_names(axes: Sequence[str], taken: Sequence[str] = ()) -> dict[str, str
     return short
 
 
-def _name(swept: Mapping[str, str], number: int) -> str:
+def cell_name(swept: Mapping[str, str], number: int) -> str:
     """Name a cell by its values, as a plain directory name."""
     short = short_names(list(swept))
     parts = [
@@ -193,15 +193,15 @@ def as_arguments(key: str, value: Any) -> list[str]:
 
     A mapping is emptied first, because an argument is merged into the one that is there.
     """
-    plain = _plain(value)
+    plain = plain_value(value)
     emptied = [f"{key}={{}}"] if isinstance(plain, dict) and plain else []
     return [*emptied, f"{key}={flow(escaped(plain, f'.{key}'))}"]
 
 
-def _plain(value: Any) -> Any:
+def plain_value(value: Any) -> Any:
     """Return a value of a configuration with its dataclasses as mappings."""
     if is_dataclass(value) and not isinstance(value, type):
         return asdict(value)
     if isinstance(value, dict):
-        return {name: _plain(item) for name, item in value.items()}
-    return [_plain(item) for item in value] if isinstance(value, list) else value
+        return {name: plain_value(item) for name, item in value.items()}
+    return [plain_value(item) for item in value] if isinstance(value, list) else value

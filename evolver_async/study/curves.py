@@ -47,7 +47,7 @@ def mean_curve(cell: CellSummary, axis: Axis) -> StudyCurve | None:
     curves = [
         [(_at(point, axis), point.value) for point in one.points]
         for one in cell.results
-        if one.state == "finished" and one.points
+        if one.counts and one.points
     ]
     if not curves or any(math.isnan(place) for curve in curves for place, _ in curve):
         return None
@@ -121,10 +121,10 @@ def by_lag(cell: CellSummary, measure: str) -> StudyCurve:
 
     The places are those of `BUCKETS`; the values have no interval.
     """
-    finished = [one for one in cell.results if one.state == "finished"]
+    counted = [one for one in cell.results if one.counts]
     places, values = [], []
     for place, bucket in enumerate(BUCKETS):
-        found = (one.by_lag.get((measure, bucket)) for one in finished)
+        found = (one.by_lag.get((measure, bucket)) for one in counted)
         mean = weighted_mean([pair for pair in found if pair is not None])
         if mean is not None:
             places.append(float(place))

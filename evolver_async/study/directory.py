@@ -34,12 +34,16 @@ RunState = Literal["waiting", "unfinished", "finished", "failed"]
 
 @dataclass(frozen=True)
 class Study:
-    """A study with its directory and the resolved configuration of every cell."""
+    """A study with its directory and the resolved configuration of every cell.
+
+    given: the runs, if these are not the study's own (`given.compared`).
+    """
 
     out: Path
     definition: Definition
     cells: Sequence[Cell]
     configs: Mapping[str, Config]
+    given: "Sequence[CellRun]" = ()
 
     @property
     def baseline(self) -> Cell:
@@ -69,6 +73,8 @@ class CellRun:
 
 def runs_of(study: Study) -> list[CellRun]:
     """Return the runs of all cells, seed by seed, so that pairs are complete early."""
+    if study.given:
+        return [*study.given]
     return [
         CellRun(cell, seed, study.out / "runs" / f"{cell.name}-s{seed}")
         for seed in study.definition.seeds

@@ -47,6 +47,7 @@ class Point(NamedTuple):
 class RunResult:
     """Results of one run so far; `points` are those of the threshold's metric.
 
+    `counts`: it is in the means: it is finished, or was given as it is and has not failed.
     `distinct`: different tasks of its last evaluation, None if the metric is not of evaluations.
     """
 
@@ -58,6 +59,7 @@ class RunResult:
     means: dict[str, float | None]
     by_lag: dict[tuple[str, str], tuple[float, float]]  # (metric, bucket) to mean and tokens
     distinct: int | None
+    counts: bool
 
     @property
     def final(self) -> float | None:
@@ -104,6 +106,7 @@ def _result(study: Study, run: CellRun, from_cold: bool) -> RunResult:
         means={name: _mean(taken, name) for name in MEANS},
         by_lag=dict(_by_lag(taken)),
         distinct=int(distinct[-1].value) if distinct else None,
+        counts=state == "finished" or (bool(study.given) and state == "unfinished"),
     )
 
 

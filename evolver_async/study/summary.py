@@ -30,7 +30,7 @@ AMOUNTS = {"step": "steps", "env_steps": "environment steps", "seconds": "second
 
 @dataclass(frozen=True)
 class CellSummary:
-    """Statistics of a cell over its finished runs."""
+    """Statistics of a cell over its runs that count."""
 
     cell: Cell
     metric: str  # that of the threshold
@@ -44,8 +44,8 @@ class CellSummary:
 
     @property
     def finished(self) -> int:
-        """Number of finished runs."""
-        return sum(result.state == "finished" for result in self.results)
+        """Number of runs that count."""
+        return sum(result.counts for result in self.results)
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def cells_summary(study: Study, results: Sequence[RunResult]) -> list[CellSummar
 
 
 def _of_cell(cell: Cell, results: Sequence[RunResult], definition: Definition) -> CellSummary:
-    done = [result for result in results if result.state == "finished"]
+    done = [result for result in results if result.counts]
     bounds = bounds_of(definition.threshold.metric)
     reached = [result.to_threshold(definition.threshold.value) for result in done]
     return CellSummary(
@@ -195,7 +195,7 @@ def value_rows(
     """Return the table of the metric: head, then a row for each cell."""
     margin = definition.equivalence
     against = next(one for one in cells if one.cell == baseline)
-    head = ["cell", "finished", "final", "best", "area", "difference of final", "pairs"]
+    head = ["cell", "runs", "final", "best", "area", "difference of final", "pairs"]
     rows = [head + [f"equivalent within {margin:g}"] * bool(margin)]
     for one in cells:
         row = [f"`{one.cell.name}`", f"{one.finished} of {len(one.results)}"]

@@ -360,6 +360,12 @@ function drawTrajectory(row, body) {
     node("div", { className: "modes" }, whole, legend), views);
 }
 
+// A page of several runs leads here with the step of a point.
+function followHash() {
+  const asked = /^#step=(\d+)$/.exec(location.hash);
+  if (asked && count) chooseStep(+asked[1]);
+}
+
 async function begin() {
   index = await unpack(byId("index").textContent);
   columns = index.columns;
@@ -371,6 +377,8 @@ async function begin() {
     byId("split").remove();
   }
   await drawFigures();
+  followHash();
+  addEventListener("hashchange", followHash);
   document.body.dataset.ready = "yes";
 }
 

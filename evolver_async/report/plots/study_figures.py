@@ -14,9 +14,10 @@ HEIGHT = 420
 TOOLS = "pan,box_zoom,wheel_zoom,reset,save"
 
 
-def bands(title: str, axis: str, curves: Sequence[StudyCurve]) -> figure:
-    """Return curves over numbers; a band shows each interval."""
+def bands(title: str, axis: str, curves: Sequence[StudyCurve], *, name: str = "") -> figure:
+    """Return curves over numbers; a band shows each interval. `name`: the figure's, for scripts."""
     made = _empty(title, axis)
+    made.name = name
     for index, curve in enumerate(curves):
         source, color = _source(curve), PALETTE[index % len(PALETTE)]
         if any(one.half for one in curve.values):
@@ -80,7 +81,7 @@ def _source(curve: StudyCurve, shift: float = 0.0, names: Sequence[str] = ()) ->
     }
     if names:
         data["name"] = [names[int(place)] for place in curve.places]
-    return ColumnDataSource(data)
+    return ColumnDataSource(data, name=curve.label)
 
 
 def _with_intervals(curve: StudyCurve) -> StudyCurve:

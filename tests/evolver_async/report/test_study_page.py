@@ -1,6 +1,7 @@
 """The page of a study: its tables, its figures, and in a real browser that it is drawn."""
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from studies import made_study, run_of, write_run
 from evolver_async.cli import main
 from evolver_async.report.study_page import study_sections, write_study
 from evolver_async.study.definition import Definition, Threshold
-from evolver_async.study.directory import Study, record_failure
+from evolver_async.study.directory import Study, record_failure, runs_of
 from evolver_async.study.results import results_of
 
 HOSTILE = "</script><script>document.title = 'owned'</script>"
@@ -84,6 +85,43 @@ def test_the_command_writes_the_page_of_a_study(study: Study, tmp_path: Path, ca
     assert "the report of a study is one page" in capsys.readouterr().err
 
 
+def links_of(page: Path) -> dict[str, str]:
+    """The links of the tables, by text."""
+    shown = page.read_text().partition("<script")[0]
+    return {text: href for href, text in re.findall(r'<a href="([^"#]*)">([^<]*)</a>', shown)}
+
+
+def test_cells_lead_to_their_runs_and_to_a_runs_own_page(study: Study, tmp_path: Path) -> None:
+    first, *_ = runs_of(study)
+    (first.directory / "report.html").touch()
+    page = tmp_path / "pages" / "lags.html"
+    write_study(study, page)
+    links = links_of(page)
+    assert links[first.name] == f"../lags/runs/{first.name}/report.html"
+    others = [links[one.name] for one in runs_of(study)[1:]]
+    assert others == [f"../lags/runs/{one.name}/" for one in runs_of(study)[1:]]
+    assert all((page.parent / href).exists() for href in links.values())
+    pages = re.search(r'id="pages">(.*?)</script>', page.read_text())
+    assert pages is not None and first.cell is not None
+    assert json.loads(pages[1]) == {first.cell.name: [["0", links[first.name]]]}
+
+
+def test_a_run_that_has_not_begun_leads_nowhere(tmp_path: Path) -> None:
+    definition = Definition("recipe", seeds=(0,), grid={"actors.weight_lag": ("0", "4")})
+    assert links_of(write_study(made_study(tmp_path / "new", definition))) == {}
+
+
+def test_the_command_compares_given_runs(study: Study, tmp_path: Path, capsys) -> None:
+    runs = [str(one.directory) for one in runs_of(study)[:3]]
+    assert main(["report", *runs]) == 0
+    page = Path(capsys.readouterr().out.splitlines()[0])
+    assert page == study.out / "runs" / "report.html"
+    assert "3 given runs" in page.read_text()
+    assert main(["report", *runs, "--out", str(tmp_path / "folder")]) == 2
+    assert main(["report", runs[0], str(tmp_path)]) == 2
+    assert f"{tmp_path}: is not a run directory" in capsys.readouterr().err
+
+
 @pytest.fixture
 def tab(tmp_path: Path) -> Iterator[Tab]:
     with browsing(tmp_path / "profile") as made:
@@ -99,5 +137,10 @@ def test_a_browser_draws_the_page_and_runs_no_text_of_it(study: Study, tab: Tab)
     assert tab.evaluate("document.title").startswith("lags")
     count = "[...document.querySelectorAll('.figure')].filter(one => one.firstChild).length"
     assert tab.evaluate(count) == 8
+    tap = "{ x: 2.2, y: 0.5 }"
+    figure = "Bokeh.documents[0].roots().find(one => one.name === 'by-step')"
+    tab.evaluate(f"showRuns({figure}, {tap}, {{}})")
+    said = tab.evaluate("document.getElementById('points').textContent")
+    assert ", step 2: none of its runs has a page yet" in said
     cells = "[...document.querySelectorAll('td')].map(one => one.textContent)"
     assert HOSTILE in json.loads(tab.evaluate(f"JSON.stringify({cells})"))
