@@ -73,8 +73,7 @@ def study_sections(
                 ),
                 *(
                     _table(f"Effect of {key}", rows)
-                    for key in summary.crossed(study)
-                    if len(rows := summary.effect_rows(cells, baseline, key)) > 1
+                    for key, rows in summary.effect_tables(study, cells)
                 ),
                 _table(f"To {definition.threshold}", summary.threshold_rows(cells)),
             ],

@@ -92,7 +92,7 @@ def _of_cell(cell: Cell, results: Sequence[RunResult], definition: Definition) -
     )
 
 
-def difference_of(cell: CellSummary, baseline: CellSummary) -> Interval:
+def final_difference(cell: CellSummary, baseline: CellSummary) -> Interval:
     """Return the mean difference of the final values over the seeds that both have."""
     return _difference(cell.metric, [*paired(cell.finals, baseline.finals).values()])
 
@@ -120,7 +120,7 @@ def effects(cells: Sequence[CellSummary], baseline: Cell, key: str) -> Iterator[
             if value != reference and value in found and reference in found
         }
         for level, (one, other) in both.items():
-            yield Effect(value, dict(level), difference_of(one, other))
+            yield Effect(value, dict(level), final_difference(one, other))
         means = mean_by_seed([paired(one.finals, other.finals) for one, other in both.values()])
         if both:
             yield Effect(value, None, _difference(cells[0].metric, [*means.values()]))
@@ -142,8 +142,8 @@ def text(study: Study, results: Sequence[RunResult]) -> str:
         *(f"\n{sentence}" for sentence in evaluated_on(results)),
         *(
             line
-            for key in crossed(study)
-            for line in (f"\n## Effect of {key}\n", *_table(effect_rows(cells, baseline, key)))
+            for key, rows in effect_tables(study, cells)
+            for line in (f"\n## Effect of {key}\n", *_table(rows))
         ),
         f"\n## To {definition.threshold}\n",
         *_table(threshold_rows(cells)),
@@ -159,12 +159,6 @@ def compared_with(baseline: Cell) -> str:
         f"Differences are paired by seed against the baseline, `{baseline.name}`; effects are"
         " differences against its value of a key, with all other keys the same."
     )
-
-
-def crossed(study: Study) -> list[str]:
-    """Return the swept keys whose effect is not that of the cells alone: there are others."""
-    swept = [*study.baseline.swept]
-    return swept if len(swept) > 1 else []
 
 
 def _open(results: Sequence[RunResult]) -> list[str]:
@@ -203,12 +197,23 @@ def value_rows(
         if one is against:
             row += ["baseline", *[""] * (1 + bool(margin))]
         else:
-            difference = difference_of(one, against)
+            difference = final_difference(one, against)
             row += [shown(difference, sign="+"), str(difference.count)]
             pairs = [*paired(one.finals, against.finals).values()]
             row += [_equivalent(pairs, margin)] * bool(margin)
         rows.append(row)
     return rows
+
+
+def effect_tables(
+    study: Study, cells: Sequence[CellSummary]
+) -> Iterator[tuple[str, list[list[str]]]]:
+    """Yield the swept keys with their tables, if there are several: else the cells tell it all."""
+    swept = study.baseline.swept
+    for key in swept if len(swept) > 1 else ():
+        head, *rows = effect_rows(cells, study.baseline, key)
+        if rows:
+            yield key, [head, *rows]
 
 
 def effect_rows(cells: Sequence[CellSummary], baseline: Cell, key: str) -> list[list[str]]:

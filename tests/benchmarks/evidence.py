@@ -21,8 +21,8 @@ from evolver_async.study.results import RunResult, results_of
 from evolver_async.study.summary import (
     CellSummary,
     cells_summary,
-    difference_of,
     evaluated_on,
+    final_difference,
     shown,
 )
 
@@ -43,7 +43,7 @@ def row_of(one: Evidence, first: Evidence | None) -> dict[str, str]:
     if first is one:
         difference = "baseline"
     elif first is not None:
-        found = difference_of(summary, first.summary)
+        found = final_difference(summary, first.summary)
         difference = shown(found, sign="+")
         if 1 < found.count < summary.final.count:
             difference += f" ({found.count} pairs)"
