@@ -13,7 +13,7 @@ from evolver_async.config.load import load_written
 from evolver_async.config.secrets import looks_secret, mask
 from evolver_async.config.values.rules import keys
 from evolver_async.study.cells import ADDRESSES, Cell, cell_name, plain_value, value_of
-from evolver_async.study.definition import Definition, flow
+from evolver_async.study.definition import Definition, text_of
 from evolver_async.study.directory import CellRun, Study
 
 MOST_KEYS = 4  # that make a grid
@@ -53,7 +53,7 @@ def _swept(runs: Sequence[Path], configs: Sequence[Config]) -> list[dict[str, st
     """Return the values of each run, as texts, of the keys in which they differ."""
     texts: list[Mapping[str, str]] = [
         {
-            key: mask(flow(plain_value(value_of(config, key)))).replace(str(path), RUN)
+            key: mask(text_of(plain_value(value_of(config, key)))).replace(str(path), RUN)
             for key, _ in keys(Config)
             if _shapes(key)
         }

@@ -50,7 +50,7 @@ def test_cells_are_the_values_of_the_keys_that_differ(tmp_path: Path) -> None:
         "correction.kind": "ppo",
     }
     assert [cell.name for cell in study.cells] == [
-        *("lr-0.001_kind-ppo", "lr-0.002_kind-ppo", "lr-0.001_kind-none", "lr-0.002_kind-none")
+        *("kind-ppo_lr-0.001", "kind-ppo_lr-0.002", "kind-none_lr-0.001", "kind-none_lr-0.002")
     ]
     said = text(study, results_of(study))
     assert "## Effect of learner.lr" in said and "| 0.002 | all | +0.100 ± 0.000 | 2 |" in said
