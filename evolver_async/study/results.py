@@ -54,8 +54,8 @@ class Point(NamedTuple):
 class RunResult:
     """Results of one run so far; `points` are those of the threshold's metric.
 
-        `tested`: the metric over the split test at the end of the run, None before it or without one.
-        `counts`: it is in the means: it is finished, or was given as it is and has not failed.
+    `tested`: the metric over the split test at the end of the run, None before it or without one.
+    `counts`: it is in the means: it is finished, or was given as it is and has not failed.
     `distinct`: different tasks of its last evaluation, None if the metric is not of evaluations.
     """
 
