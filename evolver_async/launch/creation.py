@@ -211,7 +211,7 @@ def _measured(stage: Config) -> dict[str, float] | None:
     if found is None:
         return None
     values = {name: value for name, value in found._asdict().items() if value is not None}
-    return {"episodes": episodes} | values
+    return {"episodes": float(episodes), **values}
 
 
 def _prepare(config: Config, run_dir: Path) -> None:

@@ -117,7 +117,7 @@ def summary(run_dir: Path, ending: Ending) -> list[str]:
     if url := url_of(run_dir):
         lines.append(f"W&B: {url}")
     elif directory := sync_of(run_dir):
-        lines.append(f"W&B: wandb sync {shlex.quote(_short(directory))}")
+        lines.append(f"W&B: wandb sync {shlex.quote(_short(Path(directory)))}")
     if ending.state == "stopped":
         return [*lines, resume]
     *others, last = config.stages
