@@ -8,7 +8,8 @@ import pytest
 import torch
 from updates import config, groups, guided_config, guided_groups, step, tiny, updater
 
-from evolver_async.config import CorrectionConfig, StageConfig
+from evolver_async.config import AdvantageConfig, CorrectionConfig, LossConfig, StageConfig
+from evolver_async.config.load import stage_config
 from evolver_async.model import policy
 from learner import step as step_module
 from learner.data.batch import LogProbs
@@ -83,6 +84,39 @@ def test_only_what_trains_later_is_scored(
         assert found.fresh_N is not None and not found.fresh_N.any()
         assert (found.anchor_N != 0).all()
     assert len(seen) == 2
+
+
+READERS = {  # sections that read the anchor before the loss does
+    "kl in the reward": {"loss": LossConfig(kl_coef=0.1, kl_place="reward")},
+    "opob": {"advantage": AdvantageConfig(kind="opob")},
+    "vtrace": {
+        "advantage": AdvantageConfig(kind="vtrace"),
+        "correction": CorrectionConfig(kind="none"),
+    },
+    "m2po": {"correction": CorrectionConfig(kind="m2po")},
+}
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_an_anchor_that_is_read_before_the_loss_does_not_come_late(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reader: str
+) -> None:
+    monkeypatch.delattr(step_module, "late_anchor")
+    settings = config(tiny, [StageConfig(kind="rl", steps=3)])
+    for section, value in READERS[reader].items():
+        setattr(settings, section, value)
+    made, data = updater(settings, tmp_path), groups(4)
+    made.begin_stage(stage_config(settings, 0), 0)
+    read, assign = [], step_module.assign
+
+    def assigned(batch: Any, logprobs: LogProbs, *given: Any, **more: Any) -> Any:
+        read.append(logprobs.anchor_N.copy())
+        return assign(batch, logprobs, *given, **more)
+
+    monkeypatch.setattr(step_module, "assign", assigned)
+    assert step(made, data).updates == 1
+    (anchor_N,) = read
+    assert (anchor_N != 0).all()
 
 
 def test_stripped_contexts_are_scored_before(

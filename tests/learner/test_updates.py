@@ -31,7 +31,7 @@ from evolver_async.schema import (
 from learner.advantage.group_relative import EstimatorInput
 from learner.advantage.rewards import Rewards
 from learner.diagnostics.offpolicy import Accounting
-from learner.loss.correction import ActionTokens, Corrected, decoupled
+from learner.loss.correction import ActionTokens, Corrected, correction, decoupled, vcpo
 from learner.optimize import updates as under_test
 from learner.optimize.alignment import PREVIOUS
 from learner.optimize.tensors import load_optimizer, save_tensors
@@ -118,11 +118,13 @@ def test_a_kl_switched_on_at_a_resume_gets_a_reference(tiny, tmp_path):
     assert outcome.metrics["loss/kl"] == pytest.approx(0.0, abs=1e-6)
 
 
-def test_the_kl_in_the_reward_is_that_of_the_present_policy(tiny, tmp_path):
+@pytest.mark.parametrize("kind", ["ppo", "decoupled"])
+def test_the_kl_in_the_reward_is_that_of_the_present_policy(tiny, tmp_path, kind):
+    """Whether the correction reads no anchor of its own or one that could come late."""
     settings = config(
         tiny, [StageConfig(kind="rl", steps=1)], kl="k1", kl_coef=0.1, kl_place="reward"
     )
-    settings.correction.kind = "ppo"  # which needs no anchor of its own
+    settings.correction.kind = kind
     made = updater(settings, tmp_path)
     stage = stage_config(settings, 0)
     made.ensure_reference(stage, 0)
@@ -515,9 +517,11 @@ def stripped_by_hand(data: list[Group]) -> list[Group]:
 
 def test_scorer_and_stepper_work_at_the_temperature_of_the_rollout(tiny, tmp_path):
     """Sampled by the very weights that are trained, every token has the weight and the ratio 1."""
-    settings = config(tiny, [StageConfig(kind="rl", steps=3)])
-    settings.rollout.temperature = 0.6
+    settings = config(tiny, [StageConfig(kind="rl", steps=3)], kl_coef=0.1)
+    settings.rollout.temperature, settings.learner.lr = 0.6, 1e-9
+    settings.learner.minibatches = 2  # what trains first gives its anchor itself
     made, data = updater(settings, tmp_path), groups(4)
+    made.begin_stage(stage_config(settings, 0), 0)
     for group in data:
         (sequence,) = group.trajectories[0].sequences
         with torch.no_grad():
@@ -525,7 +529,12 @@ def test_scorer_and_stepper_work_at_the_temperature_of_the_rollout(tiny, tmp_pat
             logps_TV = (made.model(tokens_BT).logits[0] / 0.6).log_softmax(-1)
         acts = np.flatnonzero(sequence.roles == Role.ACTION)
         sequence.logprobs[acts] = logps_TV[acts - 1, sequence.tokens[acts]].numpy()
-    metrics = step(made, data).metrics
+    result = step(made, data)
+    metrics = result.metrics
+    assert result.updates == 2 and result.data is not None
+    scored = result.data.logprobs
+    for logprobs_N in (scored.anchor_N, scored.reference_N):
+        np.testing.assert_allclose(logprobs_N, result.data.batch.mu_N, atol=1e-3)
     for name in ("w_q05", "w_q95", "r_q05", "r_q95"):
         assert metrics[f"offpolicy/{name}"] == pytest.approx(1.0, abs=1e-3), name
     assert metrics["offpolicy/kl"] == pytest.approx(0.0, abs=1e-5)
@@ -641,6 +650,55 @@ def test_an_own_estimator_gets_the_log_weights_that_it_declares(tiny, tmp_path):
         assert step(made, groups(4)).updates
         models.append(made.model)
     assert same(*models)
+
+
+def test_the_running_baseline_goes_on_from_step_to_step(tiny, tmp_path):
+    settings = config(tiny, [StageConfig(kind="rl", steps=9)])
+    settings.advantage = AdvantageConfig(kind="reinforce", baseline_decay=0.75)
+    made, state, baseline = updater(settings, tmp_path), LearnerState(lineage=1), 0.0
+    for _ in range(3):
+        outcome = made.rl(stage_config(settings, 0), groups(4), state, FORKS, 9)
+        assert outcome.data is not None
+        batch = outcome.data.batch
+        expected_N = batch.reward_P[batch.trajectory_N] - baseline
+        np.testing.assert_allclose(outcome.data.advantage_N, expected_N, rtol=1e-6)
+        baseline = 0.75 * baseline + 0.25 * 0.5
+        assert state.baseline == pytest.approx(baseline)
+
+
+@correction(reads_anchor=False)
+def unscaled(tokens: ActionTokens, settings: CorrectionConfig) -> Corrected:
+    """vcpo without its scaled rate."""
+    return vcpo(tokens, settings)
+
+
+def test_vcpo_moves_at_a_rate_that_is_scaled_by_the_effective_sample_size(tiny, tmp_path):
+    """As slow: the same loss at the rate that a loop over the trajectories gives."""
+
+    def trained(kind: str, lr: float) -> tuple[Updater, dict[str, float], list[float]]:
+        settings = config(tiny, [StageConfig(kind="rl", steps=3)])
+        settings.correction = CorrectionConfig(kind=kind, w_max=8.0)
+        settings.learner.lr = lr
+        made, data, log_weights = updater(settings, tmp_path), groups(4), []
+        for number, group in enumerate(data):
+            (sequence,) = group.trajectories[0].sequences
+            acts = np.flatnonzero(sequence.roles == Role.ACTION)
+            sequence.logprobs[acts] -= 0.5 * number  # the later ones were the less likely
+            with torch.no_grad():
+                tokens_BT = torch.from_numpy(sequence.tokens.astype(np.int64))[None]
+                logps_TV = made.model(tokens_BT).logits[0].log_softmax(-1)
+            theta = logps_TV[acts - 1, sequence.tokens[acts]].numpy()
+            log_weights.append(float((theta - sequence.logprobs[acts]).sum()))
+        return made, step(made, data).metrics, log_weights
+
+    made, metrics, log_weights = trained("vcpo", 1e-2)
+    weights = [math.exp(one) for one in log_weights]
+    scale = math.sqrt(sum(weights) ** 2 / (4 * sum(one**2 for one in weights)))
+    assert metrics["learner/lr_scale"] == pytest.approx(scale, rel=1e-4) and scale < 0.9
+    plain, found, _ = trained(f"{__name__}:unscaled", 1e-2 * scale)
+    assert "learner/lr_scale" not in found
+    for one, other in zip(made.model.parameters(), plain.model.parameters(), strict=True):
+        torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-5)
 
 
 def test_the_kl_of_distillation_is_the_mean_over_what_is_taught(tiny, tmp_path):

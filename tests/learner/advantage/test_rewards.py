@@ -1,6 +1,7 @@
 """Rewards: penalties by length, against the ramp written out in cases."""
 
 import numpy as np
+import pytest
 from collated_groups import collated, make_groups
 from hypothesis import given
 from hypothesis import strategies as st
@@ -44,6 +45,14 @@ def test_a_bonus_goes_to_the_outcome_and_to_the_last_turn():
     after = before.shaped(np.array([-0.5, -0.25, -1.0]))
     assert after.reward_P.tolist() == [0.5, 0.25, -1.0]
     assert after.turn_reward_U.tolist() == [0.25, 0.25, -1.0]
+    assert before.turn_reward_U.tolist() == [0.25, 0.75, 0.0]  # untouched
+
+
+def test_a_kl_is_subtracted_from_every_turn_and_from_the_outcome_of_its_trajectory():
+    before = make_rewards()
+    after = before.penalised(np.array([0.5, 1.0, 2.0, 4.0]), np.array([0, 1, 1, 2]), 0.1)
+    assert after.reward_P == pytest.approx([1.0 - 0.35, 0.5, -0.4])
+    assert after.turn_reward_U == pytest.approx([0.25 - 0.05, 0.75 - 0.3, -0.4])
     assert before.turn_reward_U.tolist() == [0.25, 0.75, 0.0]  # untouched
 
 

@@ -1,6 +1,7 @@
 """Collation and stripping against loops over the sequences they came from."""
 
 import numpy as np
+import pytest
 from budget import examples
 from collated_groups import ALWAYS, NEVER, collated, make_groups
 from hypothesis import given, settings
@@ -150,6 +151,21 @@ def test_a_fraction_is_drawn_by_group_and_member_and_only_of_the_guided():
     assert not any(NEVER(t) for t in trajectories)
     assert not any(Internalise(0.0, 7)(t) for t in trajectories)
     assert {t.trajectory_id for t in trajectories if Internalise(1.0, 7)(t)} == there
+
+
+@pytest.mark.parametrize("teaches", [False, True])
+def test_trajectories_that_copy_keep_their_context_each_by_itself(teaches: bool):
+    groups = make_groups(4, 3, 4, sequences=1)
+    trajectories = [one for group in groups for one in group.trajectories]
+    copied = {one.trajectory_id for one in trajectories[::3]}
+    strip = Internalise(1.0, 0, teaches, lambda one: one.trajectory_id in copied)
+    batch = collated(groups, strip)
+    expected = [(one.trajectory_id in copied, guided(one)) for one in trajectories]
+    assert list(zip(batch.copied_P, batch.guided_P, strict=True)) == expected
+    internalised = [is_guided and not copies for copies, is_guided in expected]
+    bare = batch.taught if teaches else batch
+    assert bare is not None and bare.stripped_P.tolist() == internalised
+    assert any(internalised) and any(copies and is_guided for copies, is_guided in expected)
 
 
 def test_a_sequence_of_experience_alone_is_no_row_and_no_error():

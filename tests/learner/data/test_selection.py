@@ -48,6 +48,28 @@ def test_spread_keeps_the_groups_with_the_largest_std(rewards, keep, drop_zero):
         assert selected.filtered.get("zero_spread", []) == zeros
 
 
+@pytest.mark.parametrize(
+    ("keep", "groups", "kept"),
+    [(0.25, 7, 2), (0.25, 6, 2), (0.25, 5, 1), (0.25, 10, 2), (0.1, 3, 1)],
+)
+def test_the_share_of_groups_is_rounded_and_never_none(keep, groups, kept):
+    made = make_groups([[0.0, 1.0 + number] for number in range(groups)])
+    selected = select(made, SelectionConfig(kind="spread", keep=keep), seed=0)
+    assert [group.group_id - 100 for group in selected.groups] == [*range(groups)][-kept:]
+
+
+@pytest.mark.parametrize(
+    ("kind", "p", "rewards"),
+    [
+        ("top_p", 0.8, [[0.0, 0.6], [0.0, 0.6], [0.0, 0.3]]),  # 0.8 of them is 0.6000000000000001
+        ("min_p", 1.0, [[0.0, 0.6], [0.3, 0.9]]),  # the second spread is 0.30000000000000004
+    ],
+)
+def test_the_last_digit_of_a_sum_or_of_a_spread_decides_nothing(kind, p, rewards):
+    selected = select(make_groups(rewards), SelectionConfig(kind=kind, p=p), seed=0)
+    assert [group.group_id for group in selected.groups] == [100, 101]
+
+
 @given(
     groups_of_rewards,
     st.sampled_from(["top_p", "top_k", "min_p", "dynamic", "resample_on_correct"]),

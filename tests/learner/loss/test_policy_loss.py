@@ -201,6 +201,21 @@ def test_entropy_is_reported_per_token_whatever_the_aggregation():
     assert terms["loss/entropy"] == pytest.approx(float(entropy_N.mean()))
 
 
+def test_every_term_of_the_loss_is_weighted_by_the_aggregation():
+    objective_N, kl_N, entropy_N, scale_N = torch.rand(4, 6)
+    loss, _ = policy_loss(
+        objective_N,
+        scale_N,
+        kl_N=kl_N,
+        kl_coef=0.1,
+        entropy_N=entropy_N,
+        entropy_coef=0.01,
+        tokens=6,
+    )
+    expected = (scale_N * (-objective_N + 0.1 * kl_N - 0.01 * entropy_N)).sum()
+    torch.testing.assert_close(loss, expected)
+
+
 def test_a_term_that_is_switched_off_cannot_reach_the_loss():
     infinite = torch.full((2,), math.inf)
     loss, terms = policy_loss(

@@ -79,6 +79,19 @@ def test_the_first_gradient_and_one_after_a_stage_stay() -> None:
     np.testing.assert_array_equal(held(weights), np.ones(10))
 
 
+def test_what_is_remembered_is_the_gradient_before_its_alignment_and_its_clipping() -> None:
+    weights, optimizer = after(np.ones(10))
+    tilted = np.ones(10)
+    tilted[0] = 3.0
+    give(weights, tilted)
+    found, kept = align(optimizer, 0.0)
+    assert found > 0.8 and cosine(held(weights), np.ones(10)) == pytest.approx(0.0, abs=1e-6)
+    update([(optimizer, 0.1)], loss=1.0, grad_clip=1e-3)
+    remember(optimizer, kept)
+    give(weights, tilted)
+    assert align(optimizer, 0.5)[0] == pytest.approx(1.0)
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_gradients_that_are_not_finite_are_left_to_the_guard_of_the_update(bad: float) -> None:
     weights, optimizer = after(np.ones(10))
@@ -112,6 +125,16 @@ def test_a_step_measures_the_cosine_and_a_checkpoint_goes_on_bitwise(tiny, tmp_p
     assert rows[0]["loss/grad_cosine"] != 0
     settings.correction.max_cosine = 1.0
     assert "loss/grad_cosine" not in take(made, state)
+
+
+def test_a_stage_forgets_the_gradients_of_the_one_before(tiny, tmp_path) -> None:
+    settings = config(tiny, [StageConfig(kind="rl", steps=9)] * 2)
+    settings.correction = CorrectionConfig(max_cosine=0.5)
+    made, state = updater(settings, tmp_path), LearnerState(lineage=1)
+    take(made, state)
+    made.begin_stage(stage_config(settings, 1), 1)
+    assert take(made, state)["loss/grad_cosine"] == 0
+    assert take(made, state)["loss/grad_cosine"] != 0
 
 
 def test_same_data_again_is_held_back(tiny, tmp_path) -> None:
