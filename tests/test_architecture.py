@@ -19,8 +19,11 @@ QUESTIONS = ("What", "Who", "Whom", "Whose", "Whether", "Where", "How", "Which",
 
 # Floors of `evolver_async`, the lowest first. A folder imports only from lower floors.
 FLOORS = (
-    ("errors", "files", "room", "durations", "intervals", "randomness", "extension", "splits"),
-    ("terminal", "schema", "env", "file_formats"),
+    (
+        *("errors", "files", "room", "durations", "intervals", "randomness", "extension"),
+        *("splits", "terminal"),
+    ),
+    ("schema", "env", "file_formats"),
     ("lineages", "rewards"),
     ("config", "protocol", "model", "checkpoint"),
     ("process", "transport", "metrics"),
