@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from msgspec.structs import replace
-from rollouts import CHAT
+from rollouts import CHAT, Corridor
 from workers import Buffer, Walker, granted, run, version
 
 from actors.engines.base import Generation, Request
@@ -95,10 +95,29 @@ def test_an_episode_that_is_not_judged_has_a_zero_for_every_turn(run: Callable[.
         assert push.trajectory.label_source == ""
 
 
-def test_only_rollouts_are_judged(run: Callable[..., None]) -> None:
-    court = Court()
-    run(Buffer((0.0, granted({"kind": "eval"}))), Walker(), 60.0, ActorComponents(judge=court))
-    assert court.heard == []
+class Expert(Corridor):
+    """A corridor that demonstrates its way."""
+
+    def actions(self) -> list[str]:
+        return ["left", "right"]
+
+    def solve(self) -> list[str]:
+        return ["right"] * (self.length - self.position)
+
+
+@pytest.mark.parametrize("kind", ["rollout", "eval", "demo", "explore"])
+def test_only_rollouts_are_judged_and_feed_the_experience(
+    run: Callable[..., None], kind: str
+) -> None:
+    pinned = {"weights": version(1)} if kind == "eval" else {}
+    buffer, teacher = Buffer((0.0, granted({"kind": kind, **pinned}, env=Expert))), Teacher()
+    components = ActorComponents(judge=teacher, guide=teacher, questioner=teacher)  # type: ignore[arg-type]
+    run(buffer, Walker(), 100.0, components)
+    pushed = [push.trajectory for push in buffer.seen(messages.Push)]
+    assert len(pushed) == 2 and buffer.seen(messages.Release) == []
+    rollout = kind == "rollout"
+    assert [len(teacher.heard), len(teacher.contributed)] == ([2, 1] if rollout else [0, 0])
+    assert {one.label_source for one in pushed} == {"rule" if rollout else ""}
 
 
 def test_a_slow_judge_holds_up_no_other_group(run: Callable[..., None]) -> None:

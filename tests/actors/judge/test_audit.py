@@ -198,6 +198,15 @@ def test_a_judge_that_is_right_agrees_and_does_not_hear_praise() -> None:
     assert totals["judge/praised_good"] == totals["judge/unpraised_good"] == 6 * 4
 
 
+def test_turns_that_leave_the_score_as_it_is_have_no_known_label() -> None:
+    """Only what raised or lowered it tells that a label is right; the others may be either."""
+    one = walk([0, 1, 2, 3, 2])._replace(scores=[0.0, 0.0, 1.0, 1.0, 0.5])
+    with OpenAIServer(otherwise=answers(honest)) as server:
+        labels, totals = run(server, 1e-9, one)
+    assert labels == [[GOOD, GOOD, GOOD, BAD]]
+    assert (totals["judge/known"], totals["judge/known_right"]) == (2, 2)
+
+
 def test_a_judge_that_can_be_pleased_is_seen_with_and_without_scores() -> None:
     bare = [walk([0, 1, 2, 1, 2, 3], query=str(number)) for number in range(12)]
     with OpenAIServer(otherwise=answers(pleased)) as server:

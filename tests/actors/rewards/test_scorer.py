@@ -263,6 +263,16 @@ def test_arguments_are_trls_the_columns_and_facts_of_the_episode() -> None:
     assert (sorted(few), none) == (["answer", "completions", "prompts"], {})
 
 
+def test_a_column_comes_before_a_fact_of_its_name_and_never_before_what_trl_passes() -> None:
+    row = ROW | {"success": "column", "completions": "column", "prompts": "column"}
+    facts = facts_of(task(row=row), played("97", success=True), "answer", 0.5)
+    given = facts.arguments()
+    assert given["success"] == ["column"] and given["env_reward"] == [0.5]
+    assert given["prompts"] == [PROMPT]
+    assert given["completions"] == [[{"role": "assistant", "content": "97"}]]
+    assert "prompt" not in given
+
+
 @pytest.mark.process
 @pytest.mark.parametrize(
     ("name", "problem"),

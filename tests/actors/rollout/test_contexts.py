@@ -131,6 +131,17 @@ def test_at_the_limit_a_window_drops_turns_and_other_contexts_end() -> None:
     assert len(engine.requests) == 1, "first and present observation do not fit together"
 
 
+def test_a_turn_that_leaves_no_room_beside_it_is_left_out_of_its_window() -> None:
+    """A window of no turns shows none: the first prompt, and what is to be seen now."""
+    engine = FakeEngine({"0/0/0": say(RIGHT, "why " * 40, RIGHT)})
+    bare = prompt(SYSTEM, "at 0\n...\ninvalid answer\nat 1")
+    longest = max(len(bare), len(prompt(SYSTEM, "at 0", SAID, "at 1")))
+    tight = setting(context="window", window=2, max_length=longest + 24)
+    (trajectory,) = roll_out(corridor(length=2), tight, engine)
+    assert trajectory.success
+    assert [request.tokens for request in engine.requests][2:] == [bare]
+
+
 @pytest.mark.parametrize("context", ["window", "single"])
 def test_experience_is_in_every_context_and_stripped_from_each(context: str) -> None:
     both = msgspec.structs.replace(corridor(members=2, length=4), guided=[1])

@@ -115,6 +115,30 @@ def test_end_of_turn_is_an_observation_unless_it_was_sampled() -> None:
         assert Role.PROMPT not in sequence.roles[first:]
 
 
+class Fleeting(Corridor):
+    """Solved while one stands at 1; the episode goes on."""
+
+    def step(self, action: str) -> Step:
+        found = super().step(action)
+        return found._replace(info=Info(success=self.position == 1))
+
+
+@pytest.mark.parametrize(
+    ("said", "success"), [([RIGHT, LEFT], False), ([RIGHT, LEFT, RIGHT], True)]
+)
+@pytest.mark.parametrize("at_once", [1, 3])
+def test_an_episode_is_a_success_by_its_last_step_alone(
+    said: list[str], success: bool, at_once: int
+) -> None:
+    """Whatever it had reached before, in an earlier turn or by an earlier action of the same."""
+    if at_once > 1:
+        said = [" || ".join(one.removesuffix("</answer>").strip() for one in said) + "</answer>"]
+    how = setting(max_turns=len(said), actions_per_turn=at_once)
+    (trajectory,) = roll_out(corridor(env=Fleeting), how, FakeEngine({"0/0/0": say(*said)}))
+    assert trajectory.success == success and trajectory.truncated
+    assert not trajectory.turn_flags.any()
+
+
 def test_rewards_flags_and_success_line_up() -> None:
     engine = FakeEngine({"0/0/0": say(RIGHT, "huh", " fly</answer>", RIGHT)})
     (trajectory,) = roll_out(corridor(length=2), setting(), engine)

@@ -82,8 +82,8 @@ def arrive(queue: EvaluationQueue, task: int, success: bool, reward: float, turn
 def test_avg_counts_all_samples_and_best_the_best_of_each_task() -> None:
     queue = requested(k=2)
     arrive(queue, 0, False, -1.0)
-    arrive(queue, 1, False, -2.0, turns=4)
-    arrive(queue, 0, True, 0.5)
+    arrive(queue, 1, True, -2.0, turns=4)
+    arrive(queue, 0, True, 0.5)  # the best of its task comes last, that of the other one first
     assert queue.results == []
     arrive(queue, 1, False, -3.5, turns=4)
     (result,) = queue.results
@@ -94,11 +94,11 @@ def test_avg_counts_all_samples_and_best_the_best_of_each_task() -> None:
             name="set",
             k=2,
             episodes=4,
-            success=0.25,
+            success=0.5,
             reward_mean=-1.5,
             turns_mean=3.0,
             tasks=2,
-            best_success=0.5,
+            best_success=1.0,
             best_reward=-0.75,
             distinct=2,
             numbers={"env/length": -1.5, "reward/exact": 1.0},

@@ -262,9 +262,13 @@ def completed(guided: list[bool], unguided: list[bool]) -> HeldGroup:
 
 
 outcomes = st.lists(st.booleans(), max_size=4)
+won = st.lists(st.booleans(), min_size=1, max_size=2)
 
 
-@given(st.lists(st.tuples(outcomes, outcomes), max_size=60))
+@given(
+    st.lists(st.tuples(outcomes, outcomes), max_size=20)
+    | st.lists(st.tuples(won, won), min_size=LEAST, max_size=60)  # both in every group
+)
 def test_the_gain_is_the_mean_difference_within_groups_that_have_both(
     groups: list[tuple[list[bool], list[bool]]],
 ) -> None:
@@ -279,6 +283,21 @@ def test_the_gain_is_the_mean_difference_within_groups_that_have_both(
     else:
         error = np.std(both, ddof=1) / math.sqrt(len(both))
         assert record.upper() == pytest.approx(np.mean(both) + 1.645 * error)
+
+
+def test_the_bound_is_as_wide_as_the_gains_differ() -> None:
+    """Guidance that cost more successes than it brought goes on while that may be chance."""
+    record, even = GuidanceRecord(), [([True], [False]), ([False], [True])] * (LEAST // 2 - 1)
+    for guided, unguided in [*even, ([False], [True]), ([False], [True])]:
+        record.completed(completed(guided, unguided))
+    gains = [1.0, -1.0] * (LEAST // 2 - 1) + [-1.0, -1.0]
+    error = np.std(gains, ddof=1) / math.sqrt(LEAST)
+    assert record.gain() == pytest.approx(-2 / LEAST)
+    assert record.upper() == pytest.approx(-2 / LEAST + 1.645 * error)
+    assert record.pays()
+    for _ in range(LEAST):  # as often again, and always the same
+        record.completed(completed([False], [True]))
+    assert not record.pays()
 
 
 def test_only_the_newest_groups_decide() -> None:

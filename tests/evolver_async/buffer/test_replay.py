@@ -50,12 +50,18 @@ def replay(**changes: Any) -> Replay:
     return made
 
 
-def grant(on: Replay, wait: bool = False) -> int:
+def grant(on: Replay, wait: bool = False, weights: WeightId | None = None) -> int:
     group_id = on.at.next_group
     task = Task(task_id=f"t/{group_id}", env="t", split="train", map_seed=group_id)
     members = list(range(on.numbers.group_size))
     granted = Granted(
-        group_id=group_id, task=task, kind=on.numbers.kind, members=members, actor="a", wait=wait
+        group_id=group_id,
+        task=task,
+        kind=on.numbers.kind,
+        members=members,
+        actor="a",
+        wait=wait,
+        weights=weights,
     )
     on.open(granted, on.at.stage)
     return group_id
@@ -230,6 +236,22 @@ def test_the_learner_waits_for_a_straggler_before_its_time_runs_out():
     arrive(buffer, grant(buffer, wait=True), step=1)
     assert buffer.choose() == []
     arrive(buffer, slow, step=0)
+    assert buffer.choose() == [slow]
+
+
+@pytest.mark.parametrize("behind", [0, 1])
+def test_the_time_of_a_straggler_runs_out_earlier_if_it_may_play_older_weights(behind: int):
+    buffer = replay(groups_per_step=1, max_staleness=2, weight_lag=1, wait=True)
+    buffer.at.head = WeightId(lineage=1, step=1)
+    slow = grant(buffer, wait=True, weights=WeightId(lineage=1, step=1 - behind))
+    assert buffer.at.worst_lag(buffer.at.groups[slow], buffer.at.head) == behind
+    for number in range(2 - behind):
+        fast = arrive(buffer, grant(buffer), step=1 + number)
+        assert take(buffer, number) == [fast]
+        report(buffer, number, 2 + number)
+    arrive(buffer, grant(buffer), step=3 - behind)
+    assert buffer.choose() == []  # the next version is the last that may train the straggler
+    arrive(buffer, slow, step=1 - behind)
     assert buffer.choose() == [slow]
 
 

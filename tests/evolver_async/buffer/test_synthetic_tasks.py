@@ -56,6 +56,23 @@ def test_what_explored_is_counted_and_not_kept(tmp_path):
     assert isinstance(world.push(ticket, 1), messages.Stale)
 
 
+@pytest.mark.parametrize("kind", ["rollout", "explore", "demo"])
+def test_only_rollouts_tell_of_the_policys_success(tmp_path, kind: str):
+    """The choice of tasks and guidance go by groups that the policy plays to be trained."""
+    section = QuestioningConfig(kind="goals", every=1, groups=1)
+    settings = config(
+        train=4, questioning=section, max_staleness=3, stages=["sft" if kind == "demo" else "rl"]
+    )
+    world = World(tmp_path, settings)
+    world.resume()
+    ticket = next(one for one in world.lease(credit=4) if one.kind == kind)
+    world.push(ticket, 0, reward=1.0, guided=True)
+    world.push(ticket, 1)
+    known = {ticket.task.task_id: 0.5} if kind == "rollout" else {}
+    assert world.store.state.tasks.cursor.success == known
+    assert world.store.state.guidance.gains == ([1.0] if known else [])
+
+
 def test_the_turns_of_explorations_are_counted_once_and_survive_a_restart(tmp_path):
     world = exploring(tmp_path)
     tickets = world.lease(credit=4)
