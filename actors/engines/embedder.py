@@ -8,13 +8,14 @@ scikit-learn and scipy: transformers imports both in every process as soon as th
 """
 
 import hashlib
-import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from transformers import AutoModel, AutoTokenizer
+
+from evolver_async.files import parsed
 
 MAX_TOKENS = 512
 BATCH = 32
@@ -101,4 +102,4 @@ def _pooling(path: Path) -> str:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    return parsed(path.read_text(encoding="utf-8")) if path.is_file() else {}

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
+from evolver_async.errors import Inconsistency
 from evolver_async.model.borders import Borders
 from evolver_async.model.tree_attention import attend, fits
 
@@ -46,7 +47,8 @@ def packed_attention(
     With `borders` there is one row (B = 1). A query attends to itself and to the tokens before it
     in its sequence, the last `sliding_window` of them if that is given.
     """
-    assert attention_mask is None and dropout == 0.0
+    if attention_mask is not None or dropout:
+        raise Inconsistency("packed attention takes neither a mask nor dropout")
     if torch.is_autocast_enabled(query.device.type):
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
@@ -55,7 +57,8 @@ def packed_attention(
     parts_THD = [one[0].transpose(0, 1) for one in (query, key, value)]
     if sliding_window is None and fits(query):
         return attend(parts_THD[0], parts_THD[1], parts_THD[2], borders, scaling)[None], None
-    assert not borders.branches, "prefix trees are for CPUs and whole contexts"
+    if borders.branches:
+        raise Inconsistency("prefix trees are for CPUs and whole contexts")
     compute = _flash if flash_fits(query) else _by_blocks
     return compute(parts_THD, borders, scaling, sliding_window)[None], None
 
