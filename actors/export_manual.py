@@ -17,6 +17,8 @@ from actors.rollout.conversation import system_message
 from actors.rollout.episode_config import Setting, setting_of
 from evolver_async.buffer.stages import source_of
 from evolver_async.config import Config
+from evolver_async.extension import RAISED
+from evolver_async.files import parsed
 from evolver_async.model.tokenizer import GENERATION, load_tokenizer
 from evolver_async.schema import Task
 
@@ -102,7 +104,7 @@ def write_manual(config: Config, directory: Path) -> None:
     template = template_of(chat, prefix)
     (directory / TEMPLATE).write_text(template, encoding="utf-8")
     path = directory / GENERATION
-    known = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    known = parsed(path.read_text(encoding="utf-8")) if path.is_file() else {}
     # Of the base only its special tokens: its penalties and sampling are not those of the policy.
     tokens = {name: value for name, value in known.items() if name.endswith("_token_id")}
     written = tokens | generation(config, chat, stops)
@@ -196,7 +198,7 @@ def conversations(config: Config, setting: Setting) -> str:
     for task in source_of(config).examples():
         try:
             shown = asyncio.run(beginning(setting, task))
-        except Exception as error:
+        except RAISED as error:
             said = one_line(error)
             log.warning("README: %s cannot begin a task: %s", task.env, said)
             parts.append(f"The environment `{task.env}` could not begin a task here: {said}\n")

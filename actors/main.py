@@ -34,6 +34,7 @@ from evolver_async.process.setup import RoleArgs
 from evolver_async.process.versions import versions
 from evolver_async.protocol import messages
 from evolver_async.protocol.envelope import SCHEMA_HASH
+from evolver_async.terminal import say
 from evolver_async.transport.addresses import beside
 from evolver_async.transport.client import Client, Rejected
 from evolver_async.transport.dealer import DealerClient
@@ -182,7 +183,7 @@ async def work(
     args: RoleArgs, client: DealerClient, config: Config, welcome: messages.Welcome
 ) -> None:
     """Build the worker of a run that was joined, and let it work until it is stopped."""
-    print(f"joined {welcome.run_id} at {args.address} as {args.name}", flush=True)
+    say(f"joined {welcome.run_id} at {args.address} as {args.name}", flush=True)
     address = beside(welcome.experience_address, args.address)
     experience = _connect(args, address, welcome.run_id) if address else None
     identity = args.name, args.incarnation

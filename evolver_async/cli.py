@@ -21,6 +21,7 @@ from evolver_async.extension import find_modules
 from evolver_async.launch.registry import PROCESSES, resolve
 from evolver_async.process.stopping import StopSignal
 from evolver_async.splits import SPLITS
+from evolver_async.terminal import say
 
 # Commands that run functions of the user's own; others import nothing of the working directory.
 OWN_CODE = ("train", "study", "rerun", "doctor", "config", "eval", "export", *PROCESSES)
@@ -49,7 +50,7 @@ def main(arguments: list[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except (Unrecoverable, TrainingError) as error:
-        print(f"evolver-async: {error}", file=sys.stderr)
+        say(f"evolver-async: {error}", file=sys.stderr)
         return USER_ERROR if isinstance(error, Unrecoverable) else TRAINING_ERROR
     except KeyboardInterrupt as stop:
         return stop.code if isinstance(stop, StopSignal) else 130
@@ -97,7 +98,7 @@ class _Version(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
         from importlib.metadata import version
 
-        print(f"evolver-async {version('evolver_async')}")
+        say(f"evolver-async {version('evolver_async')}")
         parser.exit()
 
 
@@ -275,6 +276,9 @@ def _add_control(commands: Commands) -> None:
     _add_run(command)
     command.add_argument("source", metavar="SOURCE", help="name of the contributor, like actor-0")
     command.add_argument("--keys", type=Path, metavar="DIR", help="default: security.keys")
+
+    about = "delete a run that is not running"
+    _add_run(_add(commands, "rm", "control:rm", about))
 
     about = "make the keys with which actors on other hosts connect"
     command = _add(commands, "keys", "control:make_keys", about)

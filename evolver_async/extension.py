@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TypeVar
 
 F = TypeVar("F", bound=Callable[..., object])
+RAISED = Exception, SystemExit  # by a user's code, whose exit must not end the process
 
 
 def is_own(name: str) -> bool:
@@ -26,7 +27,8 @@ def implementation(key: str, name: str, registry: Mapping[str, F]) -> F:
     """Return the function that the configuration's `key` names.
 
     Raises ValueError, which names the key, if a user's function cannot be imported or does not
-    take as many arguments as the built-in ones. An exception in it gets a note with the key.
+    take as many arguments as the built-in ones. An exception in it gets a note with the key, and a
+    call of `sys.exit` in it is one.
     """
     if not is_own(name):
         return registry[name]
@@ -47,7 +49,7 @@ def imported(key: str, name: str) -> Callable[..., object]:
     module, _, attribute = name.partition(":")
     try:
         found = getattr(importlib.import_module(module), attribute)
-    except Exception as error:  # the module's own code runs, which can raise anything
+    except RAISED as error:  # the module's own code runs, which can raise anything
         problem = " ".join(f"{type(error).__name__}: {error}".split())
         raise ValueError(f"{key}: cannot import {name!r}: {problem}") from error
     if not callable(found):
@@ -56,12 +58,17 @@ def imported(key: str, name: str) -> Callable[..., object]:
 
 
 def noted(key: str, name: str, function: F) -> F:
-    """Return the function with a note in its exceptions, the last line of their tracebacks."""
+    """Return the function with a note in its exceptions, the last line of their tracebacks.
+
+    Its `sys.exit` is a RuntimeError: code 0 would look as if the process had finished its work.
+    """
 
     @functools.wraps(function)
     def called(*placed: object, **named: object) -> object:
         try:
             return function(*placed, **named)
+        except SystemExit as stop:
+            raise RuntimeError(f"{key}: {name} called sys.exit({stop.code!r})") from stop
         except Exception as error:  # a user's code, which can raise anything
             error.add_note(f"{key}: {name} raised {type(error).__name__}: {error}")
             raise

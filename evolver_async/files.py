@@ -32,6 +32,14 @@ def parsed(text: str | bytes) -> Any:
         raise ValueError("is nested too deep") from None
 
 
+def make_own(directory: Path) -> None:
+    """Make a directory whose old files are deleted in time. A link in its place is unlinked: what
+    it leads to belongs to others."""
+    if directory.is_symlink():
+        directory.unlink()
+    directory.mkdir(parents=True, exist_ok=True)
+
+
 def remove(path: Path) -> None:
     """Remove a file, or a directory with its content. A link is unlinked and never followed."""
     if path.is_dir() and not path.is_symlink():

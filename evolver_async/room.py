@@ -1,4 +1,4 @@
-"""Room on a disk: errors that mean a lack of it, and waits for it."""
+"""Room on a disk: errors that mean a lack of it, and waits for it. Errors of the disk itself."""
 
 import errno
 import logging
@@ -12,6 +12,7 @@ T = TypeVar("T")
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # as libraries word it that raise no OSError: safetensors, SQLite
 WORDS = re.compile(rf"os error ({'|'.join(map(str, NO_ROOM))})\b|disk is full|No space left")
+FAILED = (errno.EIO, errno.ENXIO, errno.EREMOTEIO)  # of a device, or a server of files
 RETRY_S = 1.0
 REPEAT_S = 60.0  # until a wait for room is said again
 
@@ -22,6 +23,15 @@ def lacks_room(error: BaseException | None) -> bool:
     """Return True if an error, or one that led to it, says that a disk or a quota is full."""
     while error is not None:
         if getattr(error, "errno", None) in NO_ROOM or WORDS.search(str(error)):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def fails_to_sync(error: BaseException | None) -> bool:
+    """Return True if an error, or one that led to it, says that a disk itself has failed."""
+    while error is not None:
+        if getattr(error, "errno", None) in FAILED:
             return True
         error = error.__cause__ or error.__context__
     return False

@@ -8,6 +8,7 @@ import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from evolver_async.files import parsed
 from evolver_async.schema import Group, WeightId
 
 FILE = "state.json"
@@ -133,7 +134,7 @@ class LearnerState:
 
     @classmethod
     def read(cls, directory: Path) -> "LearnerState":
-        numbers = json.loads((directory / FILE).read_text())
+        numbers = parsed((directory / FILE).read_text())
         pending = [PendingEvaluation(**one) for one in numbers.pop("pending")]
         watched = numbers.pop("watched")
         tracks = {name: Track(**track) for name, track in watched["tracks"].items()}

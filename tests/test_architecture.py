@@ -19,8 +19,8 @@ QUESTIONS = ("What", "Who", "Whom", "Whose", "Whether", "Where", "How", "Which",
 
 # Floors of `evolver_async`, the lowest first. A folder imports only from lower floors.
 FLOORS = (
-    ("errors", "files", "room", "durations", "randomness", "extension", "splits"),
-    ("schema", "env"),
+    ("errors", "files", "room", "durations", "randomness", "extension", "splits", "terminal"),
+    ("schema", "env", "file_formats"),
     ("lineages", "rewards"),
     ("config", "protocol", "model", "checkpoint"),
     ("process", "transport", "metrics"),
@@ -301,6 +301,19 @@ def test_no_docstring_begins_with_a_question_word() -> None:
 def test_every_module_has_a_docstring() -> None:
     silent = [module for module in modules() if not ast.get_docstring(tree(module))]
     assert silent == []
+
+
+def test_commands_print_what_is_harmless_for_a_terminal() -> None:
+    """`terminal.say` prints; the library hands on what its launcher has printed with it."""
+    bare = ("print", "Console")
+    printed = [
+        f"{module}:{node.lineno}"
+        for module in of("evolver_async")
+        if not within(module, ("evolver_async.terminal", "evolver_async.library"))
+        for node in ast.walk(tree(module))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in bare
+    ]
+    assert printed == []
 
 
 def test_outside_imports_are_declared() -> None:

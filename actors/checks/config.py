@@ -21,7 +21,7 @@ from evolver_async.buffer.tasks.source import TaskSource
 from evolver_async.config import Config, ConfigError, StageConfig
 from evolver_async.config.load import stage_config
 from evolver_async.config.sections.agentevolver import LLM_SECTIONS
-from evolver_async.extension import implementation, is_own
+from evolver_async.extension import RAISED, implementation, is_own
 from evolver_async.schema import Task
 
 PLAIN = (  # methods of an environment that cannot be async
@@ -183,7 +183,7 @@ def probe(name: str, env: base.Env) -> None:
         env.probe()
     except ValueError:
         raise
-    except Exception as error:  # a probe of one's own, which can raise anything
+    except RAISED as error:  # a probe of one's own, which can raise anything
         problem = f"cannot be probed: {base.one_line(error)}"
         raise base.EnvError(f"env.name: {name!r} {problem}") from error
 

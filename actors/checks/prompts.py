@@ -15,6 +15,7 @@ from actors.scripted.branching import BranchState, TriedTurn, reflect_rows, try_
 from evolver_async.buffer.stages import TICKETS, eval_sets_of, source_of
 from evolver_async.config import Config, ConfigError
 from evolver_async.config.load import stage_config
+from evolver_async.extension import RAISED
 from evolver_async.model.positions import positions
 from evolver_async.model.tokenizer import load_tokenizer
 from evolver_async.schema import Task
@@ -67,7 +68,7 @@ def _check_first(config: Config, setting: Setting, task: Task, reflects: bool) -
         prompt, turns = asyncio.run(_begun(setting, task, reflects))
     except EnvError:
         raise
-    except Exception as error:
+    except RAISED as error:
         said = f"{task.env} cannot begin a task: {one_line(error)}"
         raise ConfigError(f"env.name: {said}") from error
     needed = len(prompt) + config.rollout.max_tokens
@@ -95,7 +96,7 @@ def _check_demonstration(
         turns = asyncio.run(_first_turns(setting, task, expert, others))
         texts = [style.render_actions(actions) for actions in turns]
         read = [style.parse(text) for text in texts]
-    except Exception as error:
+    except RAISED as error:
         said = f"{task.env} cannot demonstrate a task: {one_line(error)}"
         raise ConfigError(f"env.name: {said}") from error
     for actions, text, found in zip(turns, texts, read, strict=True):

@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from actors.envs.results import checked_metrics, number, truth
+from evolver_async.extension import RAISED
 
 
 class AgentOutcome(NamedTuple):
@@ -34,7 +35,7 @@ def load_agent(path: str) -> Agent:
         raise ValueError(f"rollout.agent: {path!r} is not of the form package.module:function")
     try:
         found = getattr(importlib.import_module(module), attribute)
-    except Exception as error:  # the module's own code runs, which can raise anything
+    except RAISED as error:  # the module's own code runs, which can raise anything
         problem = f"{type(error).__name__}: {error}"
         raise ValueError(f"rollout.agent: cannot import {path!r}: {problem}") from error
     if not inspect.iscoroutinefunction(found):

@@ -27,6 +27,7 @@ from actors.rollout.episode_config import Setting
 from actors.rollout.finished import Deliver, Finished, RewardTooLarge, assembled
 from actors.rollout.group import side_by_side
 from evolver_async.config import Config
+from evolver_async.extension import RAISED
 from evolver_async.randomness import key
 from evolver_async.schema import Ticket, TurnFlag
 
@@ -185,7 +186,7 @@ class AgentRunner:
             seed = key(ticket.dynamics_seed, member)
             task = ticket.task
             returned = await self.agent(base_url=base_url, api_key=token, task=task, seed=seed)
-        except (Exception, SystemExit, asyncio.CancelledError) as error:
+        except (*RAISED, asyncio.CancelledError) as error:
             if own_cancellation(error):
                 raise
             if not (session.limited and session.recorder.turns):

@@ -10,13 +10,14 @@ refused. Both run on the CPU, as queries are short.
 import hashlib
 import importlib
 import importlib.util
-import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from transformers import AutoModel, AutoTokenizer
+
+from evolver_async.files import parsed
 
 MAX_TOKENS = 512
 BATCH = 32
@@ -186,4 +187,4 @@ def _modules(path: Path) -> list[dict[str, Any]]:
 
 def _read(path: Path) -> Any:
     """Return the content of a JSON file, {} if there is none."""
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    return parsed(path.read_text(encoding="utf-8")) if path.is_file() else {}

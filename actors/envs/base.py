@@ -20,6 +20,7 @@ import msgspec
 from actors.envs.results import Opening, checked_opening
 from evolver_async.config.secrets import mask, reveal
 from evolver_async.env import Exact, Step
+from evolver_async.extension import RAISED
 from evolver_async.protocol.failures import FailureKind
 from evolver_async.schema import Task
 
@@ -262,7 +263,7 @@ def env_class(name: str) -> type[Env]:
         raise EnvError(f"env.name: no environment {name!r} {hint}")
     try:
         found = getattr(importlib.import_module(module), attribute)
-    except Exception as error:  # importing runs whatever the module does
+    except RAISED as error:  # importing runs whatever the module does
         raise EnvError(f"env.name: cannot import {name!r}: {one_line(error)}") from error
     missing = [part for part in AWAITED if not hasattr(found, part)]
     if missing:
@@ -275,7 +276,7 @@ def make_env(name: str, params: dict[str, Any]) -> Env:
     found = env_class(name)
     try:
         known, hints = _parameters(found)
-    except Exception as error:  # resolving annotations evaluates them
+    except RAISED as error:  # resolving annotations evaluates them
         problem = f"the parameters of {name!r} cannot be read: {one_line(error)}"
         raise EnvError(f"env.name: {problem}") from error
     arguments = {}
@@ -291,7 +292,7 @@ def make_env(name: str, params: dict[str, Any]) -> Env:
         return found(**arguments)
     except (TypeError, ValueError) as error:
         raise EnvError(f"env.params.{mask(str(error))}") from error
-    except Exception as error:  # a constructor of one's own, which can raise anything
+    except RAISED as error:  # a constructor of one's own, which can raise anything
         raise EnvError(f"env.name: {name!r} cannot be made: {one_line(error)}") from error
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from actors.envs.base import EnvError, Measurable, make_env, one_line, settled
 from actors.envs.results import checked_exact
 from evolver_async.env import Exact
+from evolver_async.extension import RAISED
 from evolver_async.schema import Task
 
 
@@ -32,7 +33,7 @@ def exact_of_first(
             return {}
         try:
             values.append(asyncio.run(_measured(env, task, max_turns)))
-        except Exception as error:
+        except RAISED as error:
             problem = f"cannot measure {task.task_id}: {one_line(error)}"
             raise EnvError(f"env.name: {task.env!r} {problem}") from error
     return {count: _average(values[:count]) for count in counts}

@@ -7,6 +7,7 @@ from actors.envs.base import Env, EnvError, make_env, one_line
 from evolver_async.buffer.stages import eval_sets_of, source_of
 from evolver_async.config import Config
 from evolver_async.config.load import stage_config
+from evolver_async.extension import RAISED
 from evolver_async.schema import Task
 
 
@@ -32,7 +33,7 @@ def vocabulary_of(config: Config) -> list[str]:
                 words = env.vocabulary()
                 if other := [word for word in words if not (word.isascii() and word.isalpha())]:
                     raise ValueError(f"{other[0]!r} is not of ASCII letters alone")
-            except Exception as error:
+            except RAISED as error:
                 problem = f"cannot name its words: {one_line(error)}"
                 raise EnvError(f"env.name: {task.env!r} {problem}") from error
             found |= dict.fromkeys(words)

@@ -6,6 +6,7 @@ numbers: equal calls give equal pools.
 """
 
 import heapq
+import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import KW_ONLY, dataclass, field
@@ -26,6 +27,8 @@ TRIM_SHARE = 100  # trimming removes limit / TRIM_SHARE entries more, as each tr
 COUNTED = ("added", "retired", "evicted", "purged")
 UNGUIDED = 1000  # newest unguided members whose success entries are compared with
 MAX_VECTORS = 4096  # embedded queries in memory
+
+log = logging.getLogger(__name__)
 
 
 class Item(NamedTuple):
@@ -172,7 +175,8 @@ class ExperiencePool:
             self.store.update(entry)
 
     def purge(self, source: str) -> int:
-        """Delete all that a source has contributed or taught, also on disk.
+        """Delete all that a source has contributed or taught, also on disk, where copies of damaged
+        files go as a whole.
 
         Return the number of entries, retired ones included.
         """
@@ -181,6 +185,8 @@ class ExperiencePool:
         self._delete(gone)
         self.successes.purge(source)
         self.store.shrink()
+        if copies := self.store.drop_copies():
+            log.warning("%d copies of damaged files were deleted with what is purged", copies)
         self.counts["purged"] += len(gone)
         return len(gone)
 

@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from evolver_async.config import ConfigError
+from evolver_async.files import remove
 
 FILE = "experience.db"
 KEPT_GROUPS = 10_000  # among which a repeated contribution is recognised
@@ -118,6 +119,16 @@ class Store:
         """Return an unused name for a copy of the file."""
         names = (f"{self.path.name}.damaged{f'-{n}' * (n > 1)}" for n in itertools.count(1))
         return next(one for name in names if not (one := self.path.with_name(name)).exists())
+
+    def drop_copies(self) -> int:
+        """Delete the copies of damaged files; return their number.
+
+        What a source has contributed cannot be told apart in them.
+        """
+        copies = [*self.path.parent.glob(f"{self.path.name}.damaged*")]
+        for copy in copies:
+            remove(copy)
+        return len(copies)
 
     def _leave_out_damaged(self) -> None:
         """Delete the rows whose checksum is not theirs; the file is copied before."""

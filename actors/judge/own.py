@@ -9,6 +9,7 @@ from actors.failures import FailureCounts
 from actors.judge.judge import Judge, JudgedEpisode, Labels
 from actors.judge.labels import checked_labels
 from actors.rollout.environment import own_cancellation
+from evolver_async.extension import RAISED
 
 SOURCE_BYTES = 100  # of the source of labels, which goes into the header of a message
 
@@ -42,7 +43,7 @@ class OwnJudge(Judge):
             named = _checked_source(source)
             self._counts["labelled"] += 1
             return checked, named
-        except (Exception, asyncio.CancelledError) as error:
+        except (*RAISED, asyncio.CancelledError) as error:
             if own_cancellation(error):
                 raise
             late = f"judge.timeout_s={self._timeout_s} has passed"
@@ -59,7 +60,7 @@ class OwnJudge(Judge):
         """
         try:
             totals = _checked_totals(self._judge.counters())
-        except Exception as error:  # a user's code, which can raise anything
+        except RAISED as error:  # a user's code, which can raise anything
             totals = {}
             if not self._miscounted:
                 log.warning("judge.kind: the counters cannot be used: %s", one_line(error))

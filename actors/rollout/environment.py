@@ -32,11 +32,11 @@ from actors.failures import FailureCounts
 from actors.formats.chat import encodable
 from actors.progress import TicketProgress
 from evolver_async.env import Step
+from evolver_async.extension import RAISED
 from evolver_async.metrics.activity import BLOCKING, STEPPING
 from evolver_async.schema import Task, Ticket
 
 R = TypeVar("R")
-RAISED = Exception, SystemExit  # by a user's code, whose exit must not end the process
 CLOSE_S = 1.0  # for which an episode waits for its environment's `close`
 IDLE = 64  # reusable environments that an actor keeps between episodes
 

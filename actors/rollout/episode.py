@@ -35,6 +35,7 @@ from actors.rollout.environment import TimedEnvironment
 from actors.rollout.episode_config import Setting, reads_scores, step_latency_s
 from actors.rollout.finished import Finished, RewardTooLarge, assembled
 from actors.rollout.policy import Advice, EpisodePolicy
+from evolver_async.extension import RAISED
 from evolver_async.metrics.activity import GENERATING
 from evolver_async.protocol.failures import FailureKind
 from evolver_async.protocol.transcripts import Turn
@@ -219,7 +220,7 @@ class Episode:
         """Carry out one turn; return the text that the policy reads after it."""
         try:
             actions = self.setting.format.parse(text)
-        except Exception as error:  # of a format or of `rollout.extract`, a user's own
+        except RAISED as error:  # of a format or of `rollout.extract`, a user's own
             raise self.environment.failure("reading a turn", 0.0, error) from error
         if self.setting.recorded:
             env, seen = self.environment.env, self.observation

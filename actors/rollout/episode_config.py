@@ -1,6 +1,5 @@
 """Settings that all episodes of a stage share, and what `auto` stands for in some of them."""
 
-import json
 import math
 import random
 from dataclasses import dataclass, field, replace
@@ -15,6 +14,7 @@ from actors.llm.quoting import MAX_CHARS
 from actors.rollout.environment import IdleEnvironments
 from evolver_async.config import Config, ConfigError
 from evolver_async.config.load import stage_as_written
+from evolver_async.files import parsed
 from evolver_async.randomness import key, uniform
 from evolver_async.schema import Ticket
 
@@ -163,7 +163,7 @@ def _is_tiny(path: str) -> bool:
     if not path:
         return True
     try:
-        shape = json.loads((Path(path).expanduser() / "config.json").read_text(encoding="utf-8"))
+        shape = parsed((Path(path).expanduser() / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):  # it is not there, or not yet: other checks name it
         return False
     size = shape.get("text_config", shape).get("vocab_size", PLAIN_VOCABULARY)

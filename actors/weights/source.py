@@ -11,6 +11,7 @@ Generation continues while a version is staged. `FetchedWeights` is for engines 
 from typing import TYPE_CHECKING, Protocol
 
 from actors.weights.threads import in_thread
+from evolver_async.errors import Inconsistency
 from evolver_async.schema import WeightId
 from evolver_async.weights import probe
 from evolver_async.weights.channel.base import Receiver
@@ -81,7 +82,8 @@ class FetchedWeights:
         return carried
 
     async def adopt(self, weights: WeightId) -> None:
-        assert self._staged is not None and self._staged[0] == weights
+        if self._staged is None or self._staged[0] != weights:
+            raise Inconsistency(f"weights {weights} are not staged")
         (_, tensors), self._staged = self._staged, None
         await self._engine.update(weights, tensors)
 

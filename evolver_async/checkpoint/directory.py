@@ -21,6 +21,7 @@ import msgspec
 
 from evolver_async.checkpoint.sync import sync_directory, sync_file
 from evolver_async.errors import Unrecoverable
+from evolver_async.file_formats import CHECKPOINT_FORMAT, foreign
 from evolver_async.files import is_inside, remove
 
 log = logging.getLogger(__name__)
@@ -28,7 +29,6 @@ log = logging.getLogger(__name__)
 MANIFEST = "manifest.json"
 STATE = "state.json"  # the learner's numbers
 LEFT = "LEFT"  # the file that marks a checkpoint whose run has gone back to an earlier one
-FORMAT = 2
 NAME = re.compile(r"(\d{6,})-step-(\d+)")
 TEMPORARY = ".tmp-"  # the prefix of a checkpoint that is being written
 READ_BYTES = 4 << 20  # hashed between two of them; every reader of a checkpoint holds so many
@@ -43,6 +43,12 @@ class File(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True
 
     bytes: int
     sha256: str
+
+
+class NumberedManifest(msgspec.Struct):
+    """Manifest of any format."""
+
+    format: int
 
 
 class Manifest(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
@@ -174,7 +180,7 @@ def verify(path: Path, run_id: str) -> Manifest:
     manifest = _complete(path)
     _compare(path, manifest)
     if manifest.run_id != run_id:
-        raise CheckpointError(f"{path}: belongs to run {manifest.run_id}, not to {run_id}")
+        raise _of_another(path, manifest, run_id)
     return manifest
 
 
@@ -196,7 +202,7 @@ def load_newest(directory: Path, run_id: str) -> tuple[Path, Manifest]:
             problems.append(str(error))
             continue
         if manifest.run_id != run_id:
-            raise CheckpointError(f"{path}: belongs to run {manifest.run_id}, not to {run_id}")
+            raise _of_another(path, manifest, run_id)
         for problem in problems:
             log.warning("%s; going back to %s", problem, path.name)
         return path, manifest
@@ -205,12 +211,22 @@ def load_newest(directory: Path, run_id: str) -> tuple[Path, Manifest]:
     raise CheckpointError(f"{directory}: holds no checkpoint")
 
 
+def _of_another(path: Path, manifest: Manifest, run_id: str) -> CheckpointError:
+    """Return the error of a checkpoint in a directory of another name than its run's."""
+    named = path.parents[1].with_name(manifest.run_id)
+    return CheckpointError(
+        f"{path}: belongs to run {manifest.run_id}, not to {run_id}; rename the directory to"
+        f" {named}, and begin a run of another name as a fork of it (evolver-async train --resume"
+        f" {named} --fork NAME)"
+    )
+
+
 def _fill(directory: Path, step: int, write: Callable[[Path], object], run_id: str) -> None:
     """Let `write` fill the directory, add the manifest, sync all files."""
     write(directory)
     paths = sorted(path for path in directory.rglob("*") if path.is_file())
     manifest = Manifest(
-        format=FORMAT,
+        format=CHECKPOINT_FORMAT,
         run_id=run_id,
         step=step,
         files={str(path.relative_to(directory)): _describe(path, directory) for path in paths},
@@ -232,13 +248,15 @@ def _by_serial(directory: Path) -> list[tuple[int, Path]]:
 def _complete(path: Path) -> Manifest:
     """Read the manifest and compare the sizes of the files."""
     try:
-        manifest = msgspec.json.decode((path / MANIFEST).read_bytes(), type=Manifest)
+        written = (path / MANIFEST).read_bytes()
+        found = msgspec.json.decode(written, type=NumberedManifest).format
+        if found != CHECKPOINT_FORMAT:
+            raise CheckpointError(foreign(path, found, CHECKPOINT_FORMAT))
+        manifest = msgspec.json.decode(written, type=Manifest)
     except FileNotFoundError:
         raise CheckpointError(f"{path}: has no {MANIFEST}") from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise CheckpointError(f"{path}/{MANIFEST}: unreadable ({error})") from None
-    if manifest.format != FORMAT:
-        raise CheckpointError(f"{path}: has format {manifest.format}, this is format {FORMAT}")
     for name, file in manifest.files.items():
         if not is_inside(name):
             raise CheckpointError(f"{path}/{MANIFEST}: names a file outside, {name!r}")

@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
+
+from evolver_async.checkpoint.directory import CheckpointError
 
 PART = re.compile(r"(\d+)of(\d+)")
 
@@ -52,9 +54,7 @@ class Shards:
         files = _files(directory, name)
         if not files:
             raise FileNotFoundError(f"{self.path}.safetensors: not in this checkpoint")
-        self._parts: list[Any] = [
-            self._held.enter_context(safe_open(str(file), framework="pt")) for file in files
-        ]
+        self._parts: list[Any] = [self._held.enter_context(_opened(file)) for file in files]
         self._names = [set(part.keys()) for part in self._parts]
 
     def __enter__(self) -> "Shards":
@@ -83,6 +83,13 @@ class Shards:
                 taken.append(one[low:high])
             before += length
         return torch.cat(taken) if taken else slices[0][0:0]
+
+
+def _opened(file: Path) -> Any:
+    try:
+        return safe_open(str(file), framework="pt")
+    except SafetensorError as error:  # no OSError nor ValueError
+        raise CheckpointError(f"{file}: is no file of tensors: {error}") from None
 
 
 def _files(directory: Path, name: str) -> list[Path]:

@@ -1,20 +1,26 @@
-"""`purge`, `keys`, `scale` and `unpause`: changes of a run by hand."""
+"""`purge`, `keys`, `scale`, `unpause` and `rm`: changes of a run by hand, and its deletion."""
 
 import argparse
 import asyncio
 import contextlib
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from evolver_async.commands.checked import as_config_errors, run_directory
 from evolver_async.config import Config, ConfigError
 from evolver_async.config.load import load_written
+from evolver_async.file_formats import RUN
+from evolver_async.files import remove
 from evolver_async.launch import run_directory as directory
 from evolver_async.launch.registry import resolve
-from evolver_async.launch.scaling import AUTO
+from evolver_async.launch.scaling import AUTO, running_actors
+from evolver_async.memory.gpus import check_gpu_memory
+from evolver_async.memory.host import check_more_actors
 from evolver_async.process.addresses import experience_address, keys_of
 from evolver_async.protocol.messages import Purge
+from evolver_async.terminal import say
 from evolver_async.transport.client import Rejected
 from evolver_async.transport.dealer import DealerClient
 from evolver_async.transport.keys import make
@@ -46,13 +52,13 @@ def purge(args: argparse.Namespace) -> int:
             except Rejected as error:
                 raise ConfigError(str(error)) from None
             except TimeoutError:
-                print(
+                say(
                     f"evolver-async: no experience service answers at {address};"
                     " see the run's logs/experience.log",
                     file=sys.stderr,
                 )
                 return 1
-    print(f"entries of {args.source} deleted: {count}")
+    say(f"entries of {args.source} deleted: {count}")
     return 0
 
 
@@ -60,15 +66,30 @@ def make_keys(args: argparse.Namespace) -> int:
     """Make the keys of a run and of clients on other hosts."""
     with as_config_errors():
         for made in make(args.directory, args.names):
-            print(f"copy {made} to its host, for: evolver-async actor --connect ADDRESS --keys DIR")
-    print(f"train with security.keys={args.directory}; its allowed/ lists the clients")
+            say(f"copy {made} to its host, for: evolver-async actor --connect ADDRESS --keys DIR")
+    say(f"train with security.keys={args.directory}; its allowed/ lists the clients")
     return 0
 
 
 def unpause(args: argparse.Namespace) -> int:
     """Let a paused learner continue."""
     reason = directory.unpause(run_directory(args.run_dir))
-    print(f"the run continues; it was paused because: {reason}")
+    say(f"the run continues; it was paused because: {reason}")
+    return 0
+
+
+def rm(args: argparse.Namespace) -> int:
+    """Delete a run that is not running. Links in it are unlinked and never followed."""
+    if args.run_dir.is_symlink():
+        raise ConfigError(f"{args.run_dir}: is a link; name the directory of the run itself")
+    run_dir = run_directory(args.run_dir)
+    with as_config_errors(), directory.locked(run_dir):
+        # what makes it a run goes last, so that a deletion that was interrupted can be repeated
+        last = [run_dir / "config.yaml", run_dir / directory.LOCK]
+        for path in (*(one for one in run_dir.iterdir() if one not in last), *last):
+            remove(path)
+        run_dir.rmdir()
+    say(f"deleted {run_dir}")
     return 0
 
 
@@ -85,15 +106,28 @@ def scale(args: argparse.Namespace) -> int:
         with contextlib.ExitStack() as held, contextlib.suppress(directory.Locked):
             held.enter_context(directory.locked(run_dir))
             raise ConfigError(f"{run_dir}: is not running; set actors.count when you resume it")
+        _check_room(config, run_dir, wanted)
         directory.scale(run_dir, wanted)
     if wanted == AUTO and config.actors.adjustable:
-        print(f"{run_dir}: the controller chooses the number of actors")
+        say(f"{run_dir}: the controller chooses the number of actors")
     elif wanted == AUTO:
         count = config.actors.count
-        print(f"{run_dir}: {count} actors again (actors.count): no actors.min or actors.max is set")
+        say(f"{run_dir}: {count} actors again (actors.count): no actors.min or actors.max is set")
     else:
-        print(f"{run_dir}: {wanted} actors")
+        say(f"{run_dir}: {wanted} actors")
     return 0
+
+
+def _check_room(config: Config, run_dir: Path, wanted: str) -> None:
+    """Raise ConfigError if this host, or its GPUs, have no memory for actors that are to be added.
+
+    The start has checked the most to which the controller can grow.
+    """
+    if wanted != AUTO or not config.actors.adjustable:
+        count = config.actors.count if wanted == AUTO else int(wanted)
+        pid = (directory.facts_of(run_dir / RUN) or {}).get("pid", 0)
+        check_more_actors(config, count - running_actors(pid))
+        check_gpu_memory(replace(config, actors=replace(config.actors, count=count)))
 
 
 def _check_count(config: Config, wanted: str) -> None:

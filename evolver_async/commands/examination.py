@@ -11,6 +11,7 @@ from evolver_async.config.secrets import mask
 from evolver_async.config.values.errors import ConfigError
 from evolver_async.doctor import report
 from evolver_async.launch.registry import resolve
+from evolver_async.terminal import say
 
 
 def examine(args: argparse.Namespace) -> int:
@@ -33,7 +34,7 @@ def show(args: argparse.Namespace) -> int:
     config, reasons = load_explained(recipe_path(args.positional[0]), args.positional[1:])
     with contextlib.suppress(ValueError):  # an environment that this machine lacks: `doctor` tells
         config = resolve("formats")(config)
-    print(mask(to_yaml(config, reasons)), end="")
+    say(mask(to_yaml(config, reasons)), end="")
     for line in plan(config):
-        print(f"# {mask(line)}")
+        say(f"# {mask(line)}")
     return 0

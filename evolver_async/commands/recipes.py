@@ -12,6 +12,7 @@ from importlib.resources import files
 from pathlib import Path
 
 from evolver_async.config.values.errors import ConfigError
+from evolver_async.terminal import say
 
 RECIPES = Path(str(files("evolver_async"))) / "recipes"
 STUDIES = "studies/"  # folder of the files of `study`, which no other command reads
@@ -51,12 +52,10 @@ def list_recipes(_: argparse.Namespace) -> int:
     named = {name: path for name, path in everything.items() if not name.startswith(STUDIES)}
     width = max(map(len, named))
     for name, path in named.items():
-        print(f"{name:{width}}  {_headline(path)}")
-    print(
-        f"\nTrain one by its name: evolver-async train NAME. The files are in {RECIPES.resolve()}."
-    )
+        say(f"{name:{width}}  {_headline(path)}")
+    say(f"\nTrain one by its name: evolver-async train NAME. The files are in {RECIPES.resolve()}.")
     studies = [name.removeprefix(STUDIES) for name in everything.keys() - named.keys()]
-    print(f"Studies, for evolver-async study NAME: {', '.join(sorted(studies))}.")
+    say(f"Studies, for evolver-async study NAME: {', '.join(sorted(studies))}.")
     return 0
 
 

@@ -10,6 +10,7 @@ from evolver_async.config import ConfigError
 from evolver_async.launch.registry import resolve
 from evolver_async.results.run import load_run
 from evolver_async.results.trajectories import TrajectoryGone
+from evolver_async.terminal import say
 
 STEPS = re.compile(r"(\d+)\.\.(\d+)")
 EVERY_S = 10.0  # between two lines of progress
@@ -28,13 +29,13 @@ def rerun(args: argparse.Namespace) -> int:
             nonlocal shown
             if time.monotonic() - shown >= EVERY_S:
                 shown = time.monotonic()
-                print(f"step {step} of {last}", file=sys.stderr, flush=True)
+                say(f"step {step} of {last}", file=sys.stderr, flush=True)
 
         try:
             outcome = resolve("rerun")(made, progress)
         except TrajectoryGone as error:  # of a live run, whose journal drops segments meanwhile
             raise ConfigError(str(error)) from error
-    print("\n".join(outcome.lines))
+    say("\n".join(outcome.lines))
     return outcome.code
 
 

@@ -18,6 +18,7 @@ from evolver_async.process.setup import die_with, prepare_process
 from evolver_async.results.progress import ProgressLines
 from evolver_async.results.run import load_run
 from evolver_async.study.directory import Study, existing
+from evolver_async.terminal import say
 
 
 def evaluate(args: argparse.Namespace) -> int:
@@ -33,7 +34,7 @@ def evaluate(args: argparse.Namespace) -> int:
             raise ConfigError(f"{changes[0]}: a run is evaluated as it is; changes need a recipe")
         with as_config_errors():
             episodes = args.episodes or load_written(run_dir).eval.at_the_end
-            print(resolve("eval")(run_dir, episodes, args.step, args.split))
+            say(resolve("eval")(run_dir, episodes, args.step, args.split))
         return 0
     if args.step is not None:
         raise ConfigError("--step: needs the directory of a run; a recipe has no checkpoints")
@@ -45,7 +46,7 @@ def evaluate(args: argparse.Namespace) -> int:
         check_paths(config)
         check_wings(config)
         config = with_snapshot(config)
-        print(resolve("eval_model")(config, args.episodes or config.eval.at_the_end))
+        say(resolve("eval_model")(config, args.episodes or config.eval.at_the_end))
     return 0
 
 
@@ -62,7 +63,7 @@ def export(args: argparse.Namespace) -> int:
     """Write a checkpoint as a Hugging Face directory."""
     run_dir = run_directory(args.run_dir)
     with as_config_errors():
-        print(resolve("export")(run_dir, args.out, args.step))
+        say(resolve("export")(run_dir, args.out, args.step))
     return 0
 
 
@@ -76,9 +77,9 @@ def wandb(args: argparse.Namespace) -> int:
     if not (run_dir / "metrics.jsonl").exists():
         raise ConfigError(f"{run_dir}: has no metrics yet (metrics.jsonl is missing)")
     try:
-        print(wandb_upload.send(run_dir, online(args.mode)))
+        say(wandb_upload.send(run_dir, online(args.mode)))
     except wandb_upload.UploadError as error:
-        print(f"evolver-async: W&B: {error}", file=sys.stderr)
+        say(f"evolver-async: W&B: {error}", file=sys.stderr)
         return 1
     return 0
 
@@ -93,13 +94,13 @@ def report(args: argparse.Namespace) -> int:
         return _study_report(study, args.out)
     from evolver_async.report.write import write
 
-    progress = ProgressLines(lambda line: print(line, file=sys.stderr))
+    progress = ProgressLines(lambda line: say(line, file=sys.stderr))
     written = write(load_run(run_directory(args.run_dir), progress=progress), args.out)
-    print(written.page)
+    say(written.page)
     count = f"{written.shown:,} of {written.total:,} trajectories"
-    print(f"{count}, {written.page.stat().st_size / 1e6:.1f} MB")
+    say(f"{count}, {written.page.stat().st_size / 1e6:.1f} MB")
     if written.missing:
-        print(written.missing)
+        say(written.missing)
     return 0
 
 
@@ -113,6 +114,6 @@ def _study_report(study: Study, page: Path | None) -> int:
 
     with as_config_errors():
         written = write_study(study, page)
-    print(written)
-    print(f"{written.stat().st_size / 1e6:.1f} MB")
+    say(written)
+    say(f"{written.stat().st_size / 1e6:.1f} MB")
     return 0

@@ -20,6 +20,7 @@ from evolver_async.study.definition import Definition
 from evolver_async.study.directory import OPEN, Study, open_cold_starts, runs_of, state_of
 from evolver_async.study.estimate import StudyEstimate
 from evolver_async.study.scheduler import Scheduler, forget_failures
+from evolver_async.terminal import say
 
 NEEDED = ("mpmath", "matplotlib")
 FAILED = 1  # exit code if a run failed
@@ -48,7 +49,7 @@ def study(args: argparse.Namespace) -> int:
         if before is not None:
             directory.refuse_another(before, chosen)
         for cell in chosen.cells:
-            print(f"{cell.name}: {' '.join(cell.changes) or 'the recipe as it is'}")
+            say(f"{cell.name}: {' '.join(cell.changes) or 'the recipe as it is'}")
         _print_plan(chosen, args.jobs)
         return 0
     with contextlib.ExitStack() as held:
@@ -115,7 +116,7 @@ def _summarize(chosen: Study) -> int:
         raise ConfigError(f"{chosen.out}: holds no study (no {directory.DEFINITION})")
     directory.refuse_another(before, chosen)
     report.write(replace(before, definition=chosen.definition))
-    print(f"written: {chosen.out / 'summary.md'}, cells.csv, curves.csv, plots/")
+    say(f"written: {chosen.out / 'summary.md'}, cells.csv, curves.csv, plots/")
     return 0
 
 
@@ -127,7 +128,7 @@ def _print_plan(chosen: Study, jobs: int) -> StudyEstimate:
     left = sum(state in OPEN for state in states)
     seeds, done = len(chosen.definition.seeds), states.count("finished")
     colds = open_cold_starts(chosen)
-    print(
+    say(
         f"{len(chosen.cells)} cells x {seeds} seeds = {len(states)} runs, {done} finished,"
         f" {states.count('failed')} failed, {left} to run"
         + (f" after {colds} cold start{'s' * (colds > 1)}" if colds and left else "")
@@ -135,10 +136,10 @@ def _print_plan(chosen: Study, jobs: int) -> StudyEstimate:
     expected = report.expected(chosen)
     if left == 0:
         return expected
-    print(f"estimate: {expected.text(left, colds, jobs)}", flush=True)
+    say(f"estimate: {expected.text(left, colds, jobs)}", flush=True)
     existing = next(one for one in (chosen.out, *chosen.out.absolute().parents) if one.exists())
     if shutil.disk_usage(existing).free < expected.bytes(left, colds):
-        print(f"warning: {existing} has less free space than that", file=sys.stderr)
+        say(f"warning: {existing} has less free space than that", file=sys.stderr)
     return expected
 
 
@@ -157,15 +158,15 @@ def _run(chosen: Study, args: argparse.Namespace) -> int:
     states = [(run.name, *state_of(chosen, run)) for run in runs_of(chosen)]
     failed = [(name, error) for name, state, error in states if state == "failed"]
     for name, error in failed:
-        print(f"failed: {name}: {error}", file=sys.stderr)
-    print(f"summary: {chosen.out / report.SUMMARY}")
+        say(f"failed: {name}: {error}", file=sys.stderr)
+    say(f"summary: {chosen.out / report.SUMMARY}")
     again = f"evolver-async study --out {shlex.quote(str(chosen.out))}"
     if args.jobs > 1:
         again += f" --jobs {args.jobs}"
     if not complete or scheduler.stopped:
-        print(f"stopped; continue: {again}")
+        say(f"stopped; continue: {again}")
     if failed:
-        print(f"try the failed runs again: {again} --retry")
+        say(f"try the failed runs again: {again} --retry")
     if not complete:
         return 128 + scheduler.signals[0]
     return FAILED if failed or scheduler.stopped else 0

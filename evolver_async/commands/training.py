@@ -28,6 +28,7 @@ from evolver_async.metrics.wandb_process import send_rest
 from evolver_async.process.setup import die_with, prepare_process, set_up_logging
 from evolver_async.process.stopping import StopSignal, handled_by, raise_stop
 from evolver_async.process.versions import versions
+from evolver_async.terminal import say
 from evolver_async.watch import live, prometheus, runs
 
 log = logging.getLogger(__name__)
@@ -50,9 +51,9 @@ def train(args: argparse.Namespace) -> int:
         except FinishedRun as finished:
             if args.resume != AUTO:
                 raise
-            print(finished)
+            say(finished)
             return 0
-        print("\n".join([str(run_dir), *lines]), flush=True)
+        say("\n".join([str(run_dir), *lines]), flush=True)
         if config.metrics.prometheus:
             with as_config_errors():
                 held.enter_context(prometheus.served(run_dir, config))
@@ -80,7 +81,7 @@ def train(args: argparse.Namespace) -> int:
         ending = runs.end(run_dir, code, reason)
         _alert_of_end(config, run_dir, ending)
     stream = sys.stderr if ending.state == "failed" else sys.stdout
-    print("\n".join(runs.summary(run_dir, ending)), file=stream, flush=True)
+    say("\n".join(runs.summary(run_dir, ending)), file=stream, flush=True)
     return code
 
 
@@ -151,7 +152,7 @@ def _warn_of_ignored(run_dir: Path, changes: Sequence[str]) -> None:
     begun = shlex.split(first[0]["command"]) if first else []
     ignored = [one for one in changes if one not in begun and not _has(run, run_dir, one)]
     if ignored:
-        print(
+        say(
             f"evolver-async: {run_dir.name} has begun and keeps its recipe, without"
             f" {shlex.join(ignored)}; to change it: evolver-async train --resume"
             f" {shlex.quote(str(run_dir))} CHANGES",

@@ -11,9 +11,11 @@ from pathlib import Path
 from evolver_async.commands.checked import directory_of_runs, run_directory
 from evolver_async.config import ConfigError
 from evolver_async.config.load import load_written
-from evolver_async.launch.run_directory import RUN, address_of, origin_of
+from evolver_async.file_formats import RUN
+from evolver_async.launch.run_directory import address_of, facts_of, origin_of
 from evolver_async.metrics.launches import launches
 from evolver_async.process.addresses import keys_of
+from evolver_async.terminal import say
 from evolver_async.transport.client import Rejected
 from evolver_async.transport.names import unresolved
 from evolver_async.watch import runs
@@ -28,7 +30,7 @@ def watch_run(args: argparse.Namespace) -> int:
     if args.once or args.plain or not (sys.stdin.isatty() and sys.stdout.isatty()):
         watch(run_dir, config, follow=not args.once)
         running = runs.is_running(run_dir)
-        print(f"{run_dir.name}: {'running' if running else runs.ending_of(run_dir).text}")
+        say(f"{run_dir.name}: {'running' if running else runs.ending_of(run_dir).text}")
         return 0
     from evolver_async.dashboard.app import RunDashboard
     from evolver_async.dashboard.feed import RunFeed
@@ -45,7 +47,7 @@ def status(args: argparse.Namespace) -> int:
         run_dir = run_directory(Path(address))
         config = load_written(run_dir)
         if reason := _no_buffer(run_dir, config.launch.kind):
-            print(f"evolver-async: {reason}", file=sys.stderr)
+            say(f"evolver-async: {reason}", file=sys.stderr)
             return 1
         address, keys = address_of(run_dir), keys or keys_of(config)
     try:
@@ -58,9 +60,9 @@ def status(args: argparse.Namespace) -> int:
         advice = "see the run's logs/buffer.log"
         if run_dir is not None and not runs.is_running(run_dir):
             advice = _ended(run_dir)
-        print(f"evolver-async: no buffer answers at {address}; {advice}", file=sys.stderr)
+        say(f"evolver-async: no buffer answers at {address}; {advice}", file=sys.stderr)
         return 1
-    print(json.dumps(answer, indent=2) if args.json else "\n".join(status_lines(answer)))
+    say(json.dumps(answer, indent=2) if args.json else "\n".join(status_lines(answer)))
     return 0
 
 
@@ -70,7 +72,7 @@ def _no_buffer(run_dir: Path, kind: str) -> str:
     `kind` is that of its launcher. A run of rerun, and one that was never launched,
     have no reason: `address_of` refuses them.
     """
-    recorded, origin = (run_dir / RUN).exists(), origin_of(run_dir)
+    recorded, origin = "address" in (facts_of(run_dir / RUN) or {}), origin_of(run_dir)
     if not recorded and origin is not None and origin.kind == "rerun":
         return ""
     if runs.is_running(run_dir):
@@ -96,14 +98,14 @@ def list_runs(args: argparse.Namespace) -> int:
     """Print one line per run of a directory, the newest last."""
     found = runs.listed(directory_of_runs(args.directory))
     if not found:
-        print(f"no runs in {args.directory}")
+        say(f"no runs in {args.directory}")
         return 0
     width = max(len(run["name"]) for run in found)
-    print(f"{'name':{width}}  {'state':10}  {'step':>6}  success  distinct  changed")
+    say(f"{'name':{width}}  {'state':10}  {'step':>6}  success  distinct  changed")
     for run in found:
         success = "–" if run["success"] is None else f"{run['success']:.3f}"
         distinct = "–" if run["distinct"] is None else f"{run['distinct']:.0f}"
-        print(
+        say(
             f"{run['name']:{width}}  {run['state']:10}  {run['step']:6}"
             f"  {success:>7}  {distinct:>8}  {_when(run['time'])}"
         )

@@ -88,7 +88,7 @@ def _read(key: str, text: str, is_text: bool) -> Any:
         return text
     try:
         read: Any = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]))
-    except (yaml.YAMLError, OmegaConfBaseException):
+    except (yaml.YAMLError, OmegaConfBaseException, RecursionError):
         raise ConfigError(f"{key}: cannot read {text!r}") from None
     return read["value"]
 

@@ -4,14 +4,13 @@ The package `huggingface_hub` keeps the cache and knows the endpoint (HF_HOME, H
 imported where it is used, and does not import torch. Only `policy.download` permits a download.
 """
 
-import json
 import re
 from pathlib import Path
 from typing import Any
 
 from evolver_async.config.sections.run import PolicyConfig
 from evolver_async.config.values.errors import ConfigError
-from evolver_async.files import is_inside
+from evolver_async.files import is_inside, parsed
 
 ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")  # organisation/name
 # Endings of files, which a path that is not there has: no id
@@ -40,7 +39,7 @@ def config_of(policy: PolicyConfig) -> dict[str, Any]:
         revision=policy.revision or None,
         local_files_only=cached(policy) is not None or not policy.download,
     )
-    return json.loads(Path(place).read_text(encoding="utf-8"))
+    return parsed(Path(place).read_text(encoding="utf-8"))
 
 
 def cached(policy: PolicyConfig) -> Path | None:
@@ -92,6 +91,6 @@ def _is_whole(directory: Path) -> bool:
     if not all((directory / name).is_file() for name in NEEDED):
         return False
     if (directory / INDEX).is_file():
-        names = json.loads((directory / INDEX).read_text(encoding="utf-8"))["weight_map"].values()
+        names = parsed((directory / INDEX).read_text(encoding="utf-8"))["weight_map"].values()
         return all(is_inside(name) and (directory / name).is_file() for name in names)
     return any(directory.glob("*.safetensors"))

@@ -27,6 +27,7 @@ from evolver_async.config.sections import Config
 from evolver_async.config.sections.learner import by_kind
 from evolver_async.config.values.errors import ConfigError
 from evolver_async.extension import is_own
+from evolver_async.file_formats import foreign_run
 from evolver_async.files import write_whole
 
 END = "..."  # of a document in YAML: the last line of a file that `dump` has written
@@ -85,9 +86,11 @@ def _nested(layer: dict[str, Default]) -> dict[str, Any]:
 def load_written(run_dir: Path, changes: Sequence[str] = (), *, checked: bool = True) -> Config:
     """Return the configuration of a run, with `changes` as `load` takes them.
 
-    Raise ConfigError if the file is not whole, and, unless it is not to be `checked`, for what
-    `load` refuses. The error names the file if the value is in it.
+    Raise ConfigError if the directory has another format or the file is not whole, and, unless it
+    is not to be `checked`, for what `load` refuses. The error names the file if the value is in it.
     """
+    if problem := foreign_run(run_dir):
+        raise ConfigError(problem)
     path = run_dir / "config.yaml"
     resolved = defaults()
     for tree in _read(path, end=END):
@@ -262,7 +265,10 @@ def _read(path: Path, above: tuple[Path, ...] = (), end: str = "") -> list[dict[
     """Return the trees of a recipe and of its bases, the lowest first. `end`: its last line."""
     try:
         if end and path.read_text(encoding="utf-8").split()[-1:] != [end]:
-            raise ConfigError(f"{path}: was cut off, as its last line is not {end}: copy it again")
+            raise ConfigError(
+                f"{path}: its last line is not {end}: it was cut off (copy it again), or written"
+                " before the formats of files had numbers"
+            )
         tree = OmegaConf.to_container(OmegaConf.load(path))
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from None
@@ -270,6 +276,8 @@ def _read(path: Path, above: tuple[Path, ...] = (), end: str = "") -> list[dict[
         raise ConfigError(f"{path}: byte {error.start} is not UTF-8 text") from None
     except (yaml.YAMLError, OmegaConfBaseException) as error:
         raise ConfigError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
+    except RecursionError:
+        raise ConfigError(f"{path}: not valid YAML: is nested too deep") from None
     if not isinstance(tree, dict):
         raise ConfigError(f"{path}: must be a mapping of sections")
     base = tree.pop("base", None)

@@ -25,6 +25,8 @@ def plan(config: Config) -> list[str]:
         line = f"stage {index}: {stage.kind} in {own.env.name} by {turns}, until {until}"
         stages.append(f"{line}, each step of {groups}")
     every = f"every {eval_.every} versions " if eval_.every else "after each stage "
+    minutes = config.checkpoint.minutes
+    minutes = f", and after {minutes:g} minutes" if minutes else ""
     return [
         f"processes: {_processes(config)}",
         *stages,
@@ -32,7 +34,7 @@ def plan(config: Config) -> list[str]:
         f"weights: {channel(config)} by {config.weights.address or config.weights.dir}",
         f"evaluations: {every}over {eval_.episodes} episodes, after the last stage"
         f" {eval_.at_the_end}",
-        f"checkpoints: every {config.checkpoint.every} steps",
+        f"checkpoints: every {config.checkpoint.every} steps{minutes}",
         f"W&B: {config.metrics.wandb}",
         f"run directory: {config.run.dir}/{config.run.name or '<recipe>-<time>'}",
     ]

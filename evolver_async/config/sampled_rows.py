@@ -3,7 +3,6 @@
 What cannot be read has no lengths; the checks before a start name its fault.
 """
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from evolver_async.config.sections import Config
+from evolver_async.files import parsed
 
 ROWS = 256
 PIECES, PIECE_BYTES = 4, 1 << 18  # of a file of lines, evenly spread
@@ -108,6 +108,6 @@ def _lines(path: Path) -> Iterator[Any]:
             whole = lines[start > 0 : None if len(lines) == 1 else -1]
             for line in whole[: ROWS // len(starts)]:
                 try:
-                    yield json.loads(line)
+                    yield parsed(line)
                 except ValueError:  # a torn or broken line
                     continue

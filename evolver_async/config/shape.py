@@ -5,7 +5,6 @@ Plain arithmetic for Llama, Qwen2 and Qwen3, what is built like them, and mixtur
 is not imported, so that a start can be checked in no time.
 """
 
-import json
 import mmap
 import struct
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from typing import Any
 
 from evolver_async.config import hub
 from evolver_async.config.sections import Config
+from evolver_async.files import parsed
 
 TINY_VOCABULARY = 1043  # tokens of the preset's tokenizer
 BIASED = ("qwen2",)  # kinds with biases of queries, keys and values
@@ -113,7 +113,7 @@ def shape_of(config: Config) -> DecoderShape | None:
         if hub.is_id(policy.path):
             found = hub.config_of(policy)
         else:
-            found = json.loads((path / "config.json").read_text())
+            found = parsed((path / "config.json").read_text())
         return _read(found.get("text_config") or found)
     except (OSError, ValueError, KeyError, TypeError, struct.error, IndexError):
         return None

@@ -4,10 +4,10 @@ from typing import Any
 
 from rich.text import Text
 
-from evolver_async.buffer.monitor.failures import plain
 from evolver_async.dashboard.feed import RunSnapshot
 from evolver_async.dashboard.lines import DIM, GAP, table, title, wrapped
 from evolver_async.durations import duration
+from evolver_async.terminal import plain
 
 STYLES = {
     "working": "green",

@@ -7,11 +7,11 @@ from rich.text import Text
 from textual.app import App, ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import VerticalScroll
+from textual.css.query import NoMatches
 from textual.events import Resize
 from textual.screen import ModalScreen
 from textual.widgets import Static
 
-from evolver_async.buffer.monitor.failures import plain
 from evolver_async.dashboard.actors import actors
 from evolver_async.dashboard.evolving import evolving
 from evolver_async.dashboard.feed import RunFeed, RunSnapshot
@@ -19,6 +19,7 @@ from evolver_async.dashboard.happenings import happenings
 from evolver_async.dashboard.overview import AXES, PlotOptions, overview
 from evolver_async.dashboard.staleness import staleness
 from evolver_async.dashboard.stock import stock
+from evolver_async.terminal import plain
 
 EVERY_S = 1.0  # between two looks at the files, and between two requests for STATUS
 VIEWS = ("overview", "staleness", "actors", "buffer", "events", "evolving")
@@ -130,9 +131,15 @@ class RunDashboard(App[None]):
         self.push_screen(KeyHelp())
 
     def _draw(self) -> None:
-        """Draw the chosen view in the size that the terminal has now."""
-        screen = self.screen_stack[0]
-        scroll = screen.query_one("#scroll", VerticalScroll)
+        """Draw the chosen view in the size that the terminal has now.
+
+        A look at the run can end after the app has: then nothing is left to draw on.
+        """
+        try:
+            screen = self.screen_stack[0]
+            scroll = screen.query_one("#scroll", VerticalScroll)
+        except (LookupError, NoMatches):
+            return
         width, height = scroll.size.width - 1, scroll.size.height
         if width < 20 or height < 4:
             return

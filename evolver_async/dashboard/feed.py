@@ -12,7 +12,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from evolver_async.buffer.monitor.failures import plain
 from evolver_async.config import Config, ConfigError
 from evolver_async.launch.run_directory import address_of, last_lines, pause_notice
 from evolver_async.metrics.lineages import current_rows, key_of
@@ -21,6 +20,7 @@ from evolver_async.process.addresses import keys_of
 from evolver_async.results.events import RunEvent, events, restarts_logged
 from evolver_async.results.final_ledger import NoLedger, final_ledger
 from evolver_async.results.table import MetricTable
+from evolver_async.terminal import plain
 from evolver_async.transport.client import Rejected
 from evolver_async.watch.live import exact_values, steps_of
 from evolver_async.watch.runs import END, Ending, best_of, digests, ending_of, evaluations

@@ -2,12 +2,12 @@
 
 from rich.text import Text
 
-from evolver_async.buffer.monitor.failures import plain
 from evolver_async.dashboard.feed import RunSnapshot
 from evolver_async.dashboard.lines import DIM, title, wrapped
 from evolver_async.durations import duration
 from evolver_async.metrics.alarms import firing
 from evolver_async.results.events import SHOWN
+from evolver_async.terminal import plain
 from evolver_async.watch.status import longest_stall, waits_of
 
 STYLES = {"alarm": "yellow", "failure": "red", "rollback": "magenta", "restart": "magenta"}

@@ -24,6 +24,7 @@ from evolver_async.doctor.recipe_check import Requirement, requirements
 from evolver_async.memory.host import available_bytes, uses_gpu
 from evolver_async.memory.plan import MemoryPlan, memory_plan
 from evolver_async.memory.units import gib
+from evolver_async.terminal.console import SafeConsole
 
 DEADLINE_S = 120.0  # of one probe; vLLM takes half a minute to import on a busy machine
 AT_ONCE = 3
@@ -226,8 +227,8 @@ def memory_table(plan: MemoryPlan, available: float) -> Table:
 
 def screen() -> Console:
     """Make a console as wide as the terminal, or wide enough for a file."""
-    console = Console()
-    return console if console.is_terminal else Console(width=PLAIN_WIDTH)
+    console = SafeConsole()
+    return console if console.is_terminal else SafeConsole(width=PLAIN_WIDTH)
 
 
 def _mark(met: bool | None, needed: bool) -> Text:

@@ -1,5 +1,6 @@
 """Child processes of a launcher: command line, environment, exit code and log."""
 
+import math
 import os
 import re
 import signal
@@ -69,6 +70,7 @@ class Child:
     others: list[Handle] = field(default_factory=list)
     failed_rank: int | None = None  # the rank whose end made the launcher kill the others
     moves: bool = False  # it was asked to leave a place that is drained
+    disk_failed: float = -math.inf  # time of the failure of its disk that used a restart
     leaves_by: float | None = None  # the time by which an actor that is not wanted has left
 
     @property

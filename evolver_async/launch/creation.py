@@ -38,6 +38,7 @@ from evolver_async.launch.run_directory import (
     LOCK,
     last_lines,
     locked,
+    record_format,
 )
 from evolver_async.launch.start_checks import check_start
 from evolver_async.process.setup import RoleArgs
@@ -79,6 +80,7 @@ def create(
             _clear(run_dir)
             fill(run_dir)
             resolved = with_snapshot(with_own_tasks(resolved, run_dir))
+            record_format(run_dir)
             dump(resolved, run_dir / "config.yaml")
             resolved = complete(resolved, run_dir)
         except BaseException:

@@ -2,10 +2,11 @@
 
 `config.yaml` is the resolved configuration, `policy/` the model that training began with,
 `exact.json` the success of the optimal and of the random policy by stage and number of episodes,
-`pace.json` the times of its model (see `pace.py`), `run.json` the address of a running job; `lock`
-is held while a launcher runs. `PAUSED` exists while the learner must take no groups, `ACTORS` holds
-the number of actors that `scale` asked for, `.creating` exists until the directory is complete (see
-`creation.py`). `origin.json` names the run that a fork or a rerun began from.
+`pace.json` the times of its model (see `pace.py`), `run.json` the format of the directory and the
+address of a running job; `lock` is held while a launcher runs. `PAUSED` exists while the learner
+must take no groups, `ACTORS` holds the number of actors that `scale` asked for, `.creating` exists
+until the directory is complete (see `creation.py`). `origin.json` names the run that a fork or a
+rerun began from.
 """
 
 import fcntl
@@ -24,6 +25,7 @@ import msgspec
 from evolver_async.config import Config, ConfigError
 from evolver_async.config.load import load_written
 from evolver_async.config.paths import with_task_paths
+from evolver_async.file_formats import RUN, numbered
 from evolver_async.files import parsed, write_whole
 from evolver_async.metrics.launches import LAUNCHES
 from evolver_async.metrics.tail import Tail
@@ -35,7 +37,6 @@ CREATING = ".creating"
 CONVERTED = "converted"  # content of `.creating` as soon as `policy` is a whole, converted model
 ORIGIN = "origin.json"
 LOCK = "lock"
-RUN = "run.json"
 NOTICE_CHARS = 300  # of a reason in the notice of a pause: STATUS cuts longer texts at their end
 
 
@@ -90,8 +91,14 @@ def announce(run_dir: Path, address: str) -> int:
         launches = parsed(path.read_text())["launches"] + 1 if path.exists() else 1
     except (OSError, ValueError, KeyError, TypeError):  # numbers of launches must not come twice
         launches = 1 + len(Tail(run_dir / LAUNCHES).rows())
-    write_whole(path, json.dumps({"address": address, "pid": os.getpid(), "launches": launches}))
+    facts = {"address": address, "pid": os.getpid(), "launches": launches}
+    write_whole(path, json.dumps(numbered() | facts))
     return launches
+
+
+def record_format(run_dir: Path) -> None:
+    """Record the format of a new run directory."""
+    write_whole(run_dir / RUN, json.dumps(numbered() | {"launches": 0}))
 
 
 def facts_of(path: Path) -> dict[str, Any] | None:
@@ -115,15 +122,17 @@ def address_of(run_dir: Path) -> str:
     """Return the recorded address of the buffer. Raises ConfigError if there is none."""
     try:
         return str(parsed((run_dir / RUN).read_text())["address"])
-    except FileNotFoundError:
+    except (FileNotFoundError, KeyError):
         origin = origin_of(run_dir)
         if origin is not None and origin.kind == "rerun":
             raise ConfigError(
                 f"{run_dir}: was trained by rerun, without a buffer that could answer;"
                 f" its steps: evolver-async watch --once {run_dir}"
             ) from None
-        raise ConfigError(f"{run_dir}: has no run.json: it was never launched") from None
-    except (OSError, ValueError, KeyError, TypeError):
+        raise ConfigError(
+            f"{run_dir}: its run.json has no address: it was never launched"
+        ) from None
+    except (OSError, ValueError, TypeError):
         raise ConfigError(f"{run_dir}: run.json cannot be read; a launch writes it anew") from None
 
 

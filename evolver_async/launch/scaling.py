@@ -1,9 +1,12 @@
 """The wanted number of actors of a launch, by hand or by what the learner waits for."""
 
+import contextlib
 import logging
 import math
 import re
 from pathlib import Path
+
+import psutil
 
 from evolver_async.config import Config
 from evolver_async.config.sections.rollout import ActorsConfig
@@ -15,6 +18,7 @@ LEAST_STEPS = 3  # of the learner in a window
 BAND = 0.5  # share of the target below which an actor can go
 GROWTH = 2.0  # most by which one decision multiplies the actors
 
+ACTOR = ["-m", "evolver_async.cli", "actor"]  # of the command line of an actor
 COUNT = re.compile(r"[0-9]{1,5}")  # of actors, in the file
 
 log = logging.getLogger(__name__)
@@ -64,6 +68,19 @@ class ActorScaling:
             log.error("%s: must be a number from 1 or %s, is %r", self.file, AUTO, said[:80])
             self.refused = said
         return self.said
+
+
+def running_actors(launcher: int) -> int:
+    """Return how many actors a launcher of this host has started that still run.
+
+    `launcher`: its pid. 0 if that cannot be told, as in another container.
+    """
+    found = 0
+    with contextlib.suppress(psutil.Error):
+        for child in psutil.Process(launcher).children():
+            with contextlib.suppress(psutil.Error):  # it has ended meanwhile
+                found += child.cmdline()[1:4] == ACTOR
+    return found
 
 
 class WaitController:

@@ -27,7 +27,7 @@ import psutil
 from evolver_async.buffer.monitor.stalls import ALERT_PAUSE_S, LIFE
 from evolver_async.checkpoint import directory as checkpoint
 from evolver_async.config import Config
-from evolver_async.errors import DISK_FULL, EVALUATION_LOST, USER_ERROR
+from evolver_async.errors import DISK_FAILED, DISK_FULL, EVALUATION_LOST, USER_ERROR
 from evolver_async.launch.child import FINAL, Child, FailedStart, Handle, Spawner, ending
 from evolver_async.launch.run_directory import announce
 from evolver_async.launch.scaling import ActorScaling
@@ -45,6 +45,7 @@ STANDSTILL_S = 60.0  # between two questions, past which this process itself was
 BUSY_S = 0.2  # of a processor between two questions: a buffer that computes does not hang
 ROOM_S = 2.0  # between two looks at the disks
 FULL_BYTES = 1 << 16  # of a disk with so little room nothing useful can be written
+OUTAGE_S = 60.0  # in which all failures of the disk under a process use one restart of its budget
 FULL_PAUSE_S = 5.0  # until a process that found no room on its disk is started again
 LATE_S = 2.0  # for an answer of the buffer while the run goes on
 LONGEST_STEPS = 3  # for which a stopped learner may compute
@@ -319,9 +320,16 @@ class Supervisor:
         """True if a child that ended with this code has a restart left in its budget."""
         if now - child.started >= self.config.launch.healthy_s:
             child.restarts = 0
-        return code == DISK_FULL or (
-            code not in FINAL and child.restarts < self.config.launch.restarts
+        return (
+            code == DISK_FULL
+            or self.in_outage(child, code, now)
+            or (code not in FINAL and child.restarts < self.config.launch.restarts)
         )
+
+    def in_outage(self, child: Child, code: int, now: float) -> bool:
+        """True if a child ended by a failure of its disk, and so did another one of its processes
+        shortly before: a device that fails for seconds is one cause."""
+        return code == DISK_FAILED and now - child.disk_failed < OUTAGE_S
 
     def plan_restart(self, child: Child, code: int, now: float) -> None:
         """Set the time of the next restart. RunFailed if the budget is spent."""
@@ -334,10 +342,13 @@ class Supervisor:
                 f"{self.spawner.log_tail(child)}",
                 1,
             )
-        if code == DISK_FULL:  # the disk is to blame, and none of the budget is used
+        # the disk is to blame, and none of the budget is used, or no more of it
+        if code == DISK_FULL or self.in_outage(child, code, now):
             child.due = now + FULL_PAUSE_S
             log.warning("%s: %s", child.name, self.spawner.last_error(child))
             return
+        if code == DISK_FAILED:
+            child.disk_failed = now
         pause_s = launch.backoff_s * 2**child.restarts
         child.due = now + pause_s
         child.restarts += 1

@@ -65,13 +65,37 @@ def check_memory(config: Config) -> None:
 
     Models whose shape is unknown, and clusters, are not checked; `gpus.py` checks GPUs.
     """
-    shape = shape_of(config)
-    if shape is None or config.launch.kind not in ("local", "serial"):
+    shape = _checked_shape(config)
+    if shape is None:
         return
     gpus = uses_gpu(config.learner.device), uses_gpu(config.engine.device)
     plan = memory_plan(config, shape, learner_gpu=gpus[0], actor_gpu=gpus[1])
     if problem := problem_of(plan, available_bytes(), shared_free(config)):
         raise ConfigError(f"{problem}{_adapters(config, shape, gpus, plan)}")
+
+
+def check_more_actors(config: Config, more: int) -> None:
+    """Raise ConfigError if this host cannot hold so many actors beside what it holds now.
+
+    The same runs are not checked as by `check_memory`.
+    """
+    shape = _checked_shape(config)
+    if shape is None or more <= 0:
+        return
+    gpus = uses_gpu(config.learner.device), uses_gpu(config.engine.device)
+    plan = memory_plan(config, shape, learner_gpu=gpus[0], actor_gpu=gpus[1])
+    (actor,) = (one for one in plan.processes if one.role == "actor")
+    needed, available = more * actor.private, available_bytes()
+    if needed > available:
+        raise ConfigError(
+            f"actors: {more} more need {gib(needed)} of memory ({gib(actor.private)} each), and"
+            f" {gib(available)} are available"
+        )
+
+
+def _checked_shape(config: Config) -> DecoderShape | None:
+    """Return the shape of the model of a run whose memory can be planned, else None."""
+    return shape_of(config) if config.launch.kind in ("local", "serial") else None
 
 
 def _adapters(

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from evolver_async.extension import implementation
+from evolver_async.extension import RAISED, implementation
 
 Sink = Callable[[Mapping[str, Any], Path], None]  # a row, and the run's directory
 
@@ -33,5 +33,5 @@ class Sinks:
         for name, sink in self._sinks.items():
             try:
                 sink(row, self._run_dir)
-            except Exception as error:  # a user's code, which can raise anything
+            except RAISED as error:  # a user's code, which can raise anything
                 log.error("metrics.sinks: %s failed: %s: %s", name, type(error).__name__, error)

@@ -12,6 +12,8 @@ from typing import Any
 
 import msgspec
 
+from evolver_async.files import parsed
+
 PIECE_BYTES = 1 << 19  # that are read at a time
 DECODER = msgspec.json.Decoder(dict[str, Any])
 
@@ -97,9 +99,9 @@ def row_of(line: bytes) -> dict[str, Any] | None:
     """
     try:
         row = DECODER.decode(line)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         try:
-            row = json.loads(line)
+            row = parsed(line)
         except ValueError:
             return None
     return {sys.intern(name): row[name] for name in row} if isinstance(row, dict) else None

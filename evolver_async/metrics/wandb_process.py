@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from evolver_async.files import parsed
 from evolver_async.metrics.alerts import count
 
 STATE = "wandb.json"  # id of the W&B run, and the progress of its process
@@ -40,7 +41,7 @@ def read_state(directory: Path) -> dict[str, Any]:
     """Read the W&B state of a run directory, at least its `id`; make it if it is unreadable."""
     path = directory / STATE
     try:
-        return json.loads(path.read_text())
+        return parsed(path.read_text())
     except FileNotFoundError:
         pass
     except (OSError, ValueError) as error:
@@ -84,7 +85,7 @@ def alert_count(to_server: bool) -> str:
 def url_of(directory: Path) -> str | None:
     """Return the page of the run at W&B, None if there is none."""
     try:
-        return json.loads((directory / STATE).read_text()).get("url")
+        return parsed((directory / STATE).read_text()).get("url")
     except (FileNotFoundError, ValueError):
         return None
 

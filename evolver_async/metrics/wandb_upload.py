@@ -34,6 +34,7 @@ from evolver_async.metrics.wandb_process import (
     write_state,
 )
 from evolver_async.metrics.wandb_rows import COLUMNS, StepExtras
+from evolver_async.terminal import say
 
 POLL_S = 0.5
 SAVE_S = 1.0  # between two records of the progress
@@ -74,7 +75,7 @@ class Upload:
         except self.wandb.Error as error:
             if not self.fallback or not self.to_server:
                 raise UploadError(str(error)) from error
-            print(f"W&B cannot be reached; the rows are kept offline: {error}", flush=True)
+            say(f"W&B cannot be reached; the rows are kept offline: {error}", flush=True)
             self.to_server = False
             self.run = self._init("offline")
         self.alerts = Tail(self.run_dir / ALERTS)

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
+from evolver_async.errors import Inconsistency
 from evolver_async.model.borders import Borders
 from evolver_async.model.tokenizer import ModelError
 from evolver_async.model.tree_attention import attend, fits
@@ -49,7 +50,8 @@ def packed_attention(
     in its sequence, the last `sliding_window` of them if that is given. ModelError if the model
     does more to its scores.
     """
-    assert attention_mask is None and dropout == 0.0
+    if attention_mask is not None or dropout:
+        raise Inconsistency("packed attention takes neither a mask nor dropout")
     for name in OF_SCORES:
         if others.get(name) is not None:
             raise ModelError(f"its attention has {name}")
@@ -61,7 +63,8 @@ def packed_attention(
     parts_THD = [one[0].transpose(0, 1) for one in (query, key, value)]
     if sliding_window is None and fits(query):
         return attend(parts_THD[0], parts_THD[1], parts_THD[2], borders, scaling)[None], None
-    assert not borders.branches, "prefix trees are for CPUs and whole contexts"
+    if borders.branches:
+        raise Inconsistency("prefix trees are for CPUs and whole contexts")
     compute = _flash if flash_fits(query) else _by_blocks
     return compute(parts_THD, borders, scaling, sliding_window)[None], None
 

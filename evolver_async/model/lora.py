@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
@@ -211,7 +211,10 @@ def fingerprint_of(directory: str, names: Iterable[str], dtype: str) -> Tensor:
     tensors: dict[str, Tensor] = {}
     with contextlib.ExitStack() as stack:
         for path in sorted(Path(directory).glob("*.safetensors")):
-            file = stack.enter_context(safe_open(path, framework="pt", device="cpu"))
+            try:
+                file = stack.enter_context(safe_open(path, framework="pt", device="cpu"))
+            except SafetensorError as error:
+                raise ModelError(f"{path}: is no file of tensors: {error}") from None
             tensors |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         found = {name: tensors[name] for name in names if name in tensors}
         if len(found) == len(set(names)):

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
@@ -60,7 +61,9 @@ def load_model(directory: str | Path, *, dtype: str, device: str) -> PreTrainedM
             attn_implementation="sdpa",
             local_files_only=True,
         )
-    except (OSError, ValueError, KeyError) as error:
+    except SafetensorError as error:
+        raise ModelError(f"{_torn(root)}: is no file of tensors: {error}") from None
+    except (OSError, ValueError, KeyError, RecursionError) as error:
         raise ModelError(f"{directory} is not a causal language model: {error}") from error
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -94,6 +97,17 @@ def _check_plain(model: PreTrainedModel, directory: str | Path) -> None:
         raise ModelError(
             f"{directory}: {type(model).__name__} transforms its logits after the head"
         )
+
+
+def _torn(root: Path) -> Path:
+    """Return the first file of weights that cannot be opened, which the library does not name."""
+    for path in sorted(root.glob("*.safetensors")):
+        try:
+            with safe_open(path, framework="pt"):
+                continue
+        except SafetensorError:
+            return path
+    return root
 
 
 def split_model(model: nn.Module) -> tuple[nn.Module, nn.Module]:

@@ -8,6 +8,8 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from evolver_async.files import parsed
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
@@ -29,7 +31,10 @@ def load_tokenizer(directory: str | Path) -> "PreTrainedTokenizerFast":
     from transformers import AutoTokenizer  # imports torch
 
     path = _tokenizer_json(directory)
-    tokenizer = AutoTokenizer.from_pretrained(path.parent, local_files_only=True)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path.parent, local_files_only=True)
+    except Exception as error:  # tokenizers raises no other for a file that it cannot read
+        raise ModelError(f"{path} or a file beside it cannot be read: {error}") from error
     if not tokenizer.chat_template:
         raise ModelError(f"{directory} has no chat template")
     return tokenizer
@@ -54,7 +59,7 @@ def end_tokens(directory: str | Path) -> frozenset[int]:
     if not path.is_file():
         return frozenset()
     try:
-        found = json.loads(path.read_bytes()).get("eos_token_id")
+        found = parsed(path.read_bytes()).get("eos_token_id")
         found = found if isinstance(found, list) else [found]
         return frozenset(int(token) for token in found if token is not None)
     except (AttributeError, TypeError, ValueError) as error:

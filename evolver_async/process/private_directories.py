@@ -21,6 +21,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from evolver_async.files import parsed
 from evolver_async.process.mounts import mount_of
 
 PREFIX = "evolver-"
@@ -116,7 +117,7 @@ def owned(directory: Path) -> bool:
 def owner_of(directory: Path) -> dict[str, str | int]:
     """Return the content of `owner.json`, empty if it is missing or damaged."""
     try:
-        owner = json.loads((directory / OWNER).read_bytes())
+        owner = parsed((directory / OWNER).read_bytes())
     except (OSError, ValueError):
         return {}
     return owner if isinstance(owner, dict) else {}

@@ -14,6 +14,7 @@ from urllib.request import getproxies_environment
 
 from evolver_async.config.secrets import mask
 from evolver_async.errors import (
+    DISK_FAILED,
     DISK_FULL,
     TRAINING_ERROR,
     USER_ERROR,
@@ -21,7 +22,8 @@ from evolver_async.errors import (
     Unrecoverable,
 )
 from evolver_async.process.logs import RepeatFilter
-from evolver_async.room import lacks_room
+from evolver_async.room import fails_to_sync, lacks_room
+from evolver_async.terminal import harmless, say
 
 SET_PDEATHSIG = 1  # of prctl
 LOOPBACK = ("localhost", "127.0.0.1")
@@ -56,7 +58,8 @@ def run_process(
 ) -> int:
     """Run a role's main function, which `load_main` imports, as this process.
 
-    Errors are logged and give an exit code from 1 to 3.
+    Errors are logged and give an exit code from 1 to 3; so does a `sys.exit` of code that is not
+    ours, whose code 0 would say that the work is done.
     """
     set_up_logging(log_file, logging.ERROR)
     if args.parent_pid is not None:
@@ -73,6 +76,9 @@ def run_process(
             log.error("%s cannot write: %s", args.name, error)
             return DISK_FULL
         log.exception("%s failed", args.name)
+        return DISK_FAILED if fails_to_sync(error) else 1
+    except SystemExit as stop:
+        log.exception("%s was ended by sys.exit(%r)", args.name, stop.code)
         return 1
 
 
@@ -153,11 +159,12 @@ class LogFile(logging.FileHandler):
         self._failed = True
         if not self._told:
             with suppress(OSError):
-                print(f"{self.baseFilename}: cannot be written: {error.strerror}", file=sys.stderr)
+                say(f"{self.baseFilename}: cannot be written: {error.strerror}", file=sys.stderr)
 
 
 class _Masked(logging.Formatter):
-    """Formatter that masks the environment's secrets in lines and tracebacks."""
+    """Formatter that masks the environment's secrets in lines and tracebacks, and keeps terminals
+    from obeying what others wrote into them."""
 
     def format(self, record: logging.LogRecord) -> str:
-        return mask(super().format(record))
+        return harmless(mask(super().format(record)))

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple, get_type_hints
 import msgspec
 import numpy as np
 
+from evolver_async.errors import Inconsistency
 from evolver_async.protocol.bounded import NOT_PLAIN, REASON, WireError
 from evolver_async.schema import Array, Sequence, Trajectory
 
@@ -33,7 +34,8 @@ PARCEL_BYTES = 64 << 20
 ALIGNMENT = 8
 DTYPES = {name: np.dtype(name) for name in ("int8", "uint8", "int16", "int32", "float32")}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
-assert sys.byteorder == "little", "arrays travel in the byte order of the host"
+if sys.byteorder != "little":
+    raise Inconsistency("arrays travel in the byte order of the host, which must be little")
 
 
 class Parcel(NamedTuple):
@@ -56,8 +58,11 @@ _SEQUENCE_ARRAYS, _TRAJECTORY_ARRAYS = (
     tuple(name for name, its_type in get_type_hints(kind).items() if its_type is Array)
     for kind in (Sequence, Trajectory)
 )
-assert _SEQUENCE_ARRAYS == ("tokens", "roles", "turns", "logprobs")
-assert _TRAJECTORY_ARRAYS == ("turn_rewards", "turn_flags", "labels")
+if (_SEQUENCE_ARRAYS, _TRAJECTORY_ARRAYS) != (
+    ("tokens", "roles", "turns", "logprobs"),
+    ("turn_rewards", "turn_flags", "labels"),
+):
+    raise Inconsistency("a parcel has other arrays than a trajectory")
 _header_decoder = msgspec.msgpack.Decoder(_TrajectoryHeader)
 _header_encoder = msgspec.msgpack.Encoder()
 

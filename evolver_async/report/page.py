@@ -16,6 +16,7 @@ from string import Template
 from typing import Any
 
 from evolver_async.config import ConfigError
+from evolver_async.files import make_own
 from evolver_async.report.browser import TrajectoryPages
 from evolver_async.report.plots import document
 from evolver_async.report.sections import PageSection
@@ -122,7 +123,7 @@ def write_folder(directory: Path, content: PageContent) -> Path:
     """
     refuse_other_files(directory)
     page, parts = directory / "index.html", directory / PARTS
-    parts.mkdir(parents=True, exist_ok=True)
+    make_own(parts)
     for script in parts.iterdir():
         script.unlink()
     write_page(page, html(content, beside=True))  # first: its mark tells a report that was cut off

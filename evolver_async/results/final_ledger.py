@@ -10,6 +10,7 @@ from evolver_async.buffer.stages import numbers_of, source_of
 from evolver_async.buffer.state.machine import BufferState
 from evolver_async.config import Config
 from evolver_async.config.load import stage_config
+from evolver_async.errors import Inconsistency
 
 
 class NoLedger(LookupError):
@@ -34,7 +35,7 @@ def final_ledger(run_dir: Path, config: Config) -> tuple[dict[str, int], dict[st
         )
         for record, location in reader.replayed():
             state.apply(record, location)
-    except (JournalError, OSError, ValueError, LookupError, AssertionError) as error:
+    except (JournalError, OSError, ValueError, LookupError, Inconsistency) as error:
         raise NoLedger(f"the ledger is not readable: {error or type(error).__name__}") from error
     counts = {name: len(groups) for name, groups in state.replay.by_state.items()}
     return counts, ledger_amounts(state)

@@ -81,6 +81,8 @@ def read(path: Path) -> Definition | None:
         raise ConfigError(f"{path}: {error.strerror}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
+    except RecursionError:
+        raise ConfigError(f"{path}: not valid YAML: is nested too deep") from None
     if not isinstance(tree, dict) or "recipe" not in tree:
         return None
     try:

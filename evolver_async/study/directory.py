@@ -14,7 +14,7 @@ from typing import Any, Literal
 from evolver_async.config import Config, ConfigError
 from evolver_async.config.load import dump, load, load_written
 from evolver_async.config.secrets import escaped, mask
-from evolver_async.files import write_whole
+from evolver_async.files import parsed, write_whole
 from evolver_async.study import definition as definitions
 from evolver_async.study.cells import Cell, as_arguments, cells_of, cold_stages, differences
 from evolver_async.study.definition import Definition, flow
@@ -193,7 +193,7 @@ def open_cold_starts(study: Study) -> int:
 def ended(run_dir: Path) -> tuple[str, str]:
     """Return the state and the reason of a launch's end; empty texts if none is recorded."""
     try:
-        ending = json.loads((run_dir / END).read_text())
+        ending = parsed((run_dir / END).read_text())
         return ending["state"], ending["reason"]
     except (OSError, ValueError, KeyError, TypeError):
         return "", ""
@@ -202,7 +202,7 @@ def ended(run_dir: Path) -> tuple[str, str]:
 def read_failures(out: Path) -> dict[str, str]:
     """Return the errors of failed runs by name."""
     path = out / FAILURES
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    return parsed(path.read_text(encoding="utf-8")) if path.exists() else {}
 
 
 def record_failure(out: Path, name: str, error: str | None) -> None:

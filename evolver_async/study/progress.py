@@ -9,6 +9,7 @@ from evolver_async.study.directory import Study, open_cold_starts, runs_of
 from evolver_async.study.estimate import StudyEstimate, duration_text
 from evolver_async.study.results import CurveReader
 from evolver_async.study.scheduler import EndedRun
+from evolver_async.terminal import say
 
 ERROR_CHARACTERS = 300  # of an error in a line; the log and the summary have all of it
 
@@ -38,12 +39,12 @@ class StudyProgress:
             words += self._final(end)
         if end.state != "stopped":
             words += f"  left {self._left(left)}"
-        print(f"[{self.total - left}/{self.total}] {end.run.name} {words}", flush=True)
+        say(f"[{self.total - left}/{self.total}] {end.run.name} {words}", flush=True)
         try:
             report.write(self.study)
         except Exception as error:  # a plot must not end runs of hours
             words = f"{type(error).__name__}: {error}"
-            print(f"study: the summary could not be written: {words}", file=sys.stderr)
+            say(f"study: the summary could not be written: {words}", file=sys.stderr)
 
     def _final(self, end: EndedRun) -> str:
         metric = self.study.definition.threshold.metric

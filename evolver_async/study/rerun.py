@@ -30,6 +30,7 @@ from evolver_async.launch.run_directory import (
     config_of,
     facts_of,
     origin_of,
+    record_format,
     record_origin,
 )
 from evolver_async.results.run import RunResults
@@ -139,6 +140,7 @@ def make_directory(made: RerunPlan) -> None:
         shutil.copytree(source / "policy", out / "policy")
     if (exact := facts_of(source / EXACT)) is not None:
         write_whole(out / EXACT, json.dumps(exact))
+    record_format(out)
     run = replace(made.changed.run, name=out.name, dir=str(out.parent))
     path = str(out / "policy") if own else made.changed.policy.path
     dump(

@@ -47,7 +47,8 @@ def interval(values: Sequence[float], confidence: float = CONFIDENCE) -> Interva
 
 def _student_tail(value: float, degrees: int) -> float:
     """Return the probability that a variable of Student's t distribution is above `value`."""
-    assert not math.isnan(value)
+    if math.isnan(value):
+        raise ValueError("the value of a test must be a number, is nan")
     square = value * value
     outside = mpmath.betainc(degrees / 2, 0.5, 0, degrees / (degrees + square), regularized=True)
     return float(outside / 2 if value >= 0 else 1 - outside / 2)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
+from evolver_async.errors import Inconsistency
 from evolver_async.protocol.envelope import LIMITS, Envelope, MessageLimits, WireError, pack, unpack
 from evolver_async.protocol.messages import (
     Beat,
@@ -151,7 +152,8 @@ class RequestRouter:
         If the commit is postponed, only replies that promise nothing are returned.
         """
         sync, replies = self.begin(now, self._service.commit)
-        assert sync is None
+        if sync is not None:
+            raise Inconsistency("replies are given before their records are on disk")
         return replies
 
     def begin(

@@ -7,6 +7,8 @@ import threading
 from collections.abc import Callable
 from typing import Self
 
+from evolver_async.errors import Inconsistency
+
 JOIN_S = 60.0  # a sync that lasts longer is left alone at the end
 
 
@@ -36,7 +38,8 @@ class SyncThread:
         return self._reading
 
     def start(self, call: Callable[[], None]) -> None:
-        assert not self.busy, "one call at a time"
+        if self.busy:
+            raise Inconsistency("one sync at a time")
         self.busy, self.returned = True, False
         self._calls.put(call)
 

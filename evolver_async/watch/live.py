@@ -17,7 +17,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TextIO
 
-from rich.console import Console
 from rich.live import Live
 
 from evolver_async.config import Config
@@ -29,6 +28,8 @@ from evolver_async.metrics.lineages import current_rows
 from evolver_async.metrics.tail import Tail
 from evolver_async.metrics.wandb_process import url_of
 from evolver_async.process.addresses import keys_of
+from evolver_async.terminal import say
+from evolver_async.terminal.console import SafeConsole
 from evolver_async.transport.client import Rejected
 from evolver_async.watch.runs import END, is_running
 from evolver_async.watch.status import ask
@@ -49,7 +50,7 @@ def shown(run_dir: Path, config: Config, mode: str) -> Iterator[None]:
         yield
         return
     stop = threading.Event()
-    console = Console()
+    console = SafeConsole()
     live = None
     if mode == "panel" or (mode == "auto" and console.is_terminal):
         live = Live(console=console, refresh_per_second=4, transient=False)
@@ -72,7 +73,7 @@ def watch(run_dir: Path, config: Config, follow: bool) -> None:
     stop = threading.Event()
     if not follow:
         stop.set()
-    console = Console()
+    console = SafeConsole()
     live = Live(console=console, refresh_per_second=4) if console.is_terminal else None
     with live or contextlib.nullcontext():
         _show(run_dir, config, live, stop, False)
@@ -132,7 +133,7 @@ def _show(
             _print(view.feed_alarms(row), live, sys.stderr)
         if reply_due and (reply := first_reply.read(run_dir)):
             reply_due = False
-            (live.console if live is not None else Console(soft_wrap=True)).print(
+            (live.console if live is not None else SafeConsole(soft_wrap=True)).print(
                 reply, markup=False, highlight=False
             )
         lines = view.feed_alerts(alerts.rows())
@@ -171,7 +172,7 @@ def _print(lines: list[str], live: Live | None, stream: TextIO | None = None) ->
     """Print lines, unless a panel shows them."""
     if live is None:
         for line in lines:
-            print(line, file=stream, flush=True)
+            say(line, stream, flush=True)
 
 
 def exact_values(run_dir: Path) -> ExactValues:

@@ -5,9 +5,9 @@ A line is for a state that lasts: it comes once, and again after growing pauses 
 
 from typing import Any
 
-from evolver_async.buffer.monitor.failures import plain
 from evolver_async.buffer.monitor.stalls import BusyProcess
 from evolver_async.durations import clock
+from evolver_async.terminal import plain
 from evolver_async.watch.status import stalls_of
 
 FIRST_S = 30.0  # of a step, or of an evaluation, until its first line

@@ -19,7 +19,7 @@ from evolver_async.buffer.stages import evaluation_digest
 from evolver_async.checkpoint.directory import resumable
 from evolver_async.config import Config, ConfigError
 from evolver_async.config.load import load_written, stage_config
-from evolver_async.files import write_whole
+from evolver_async.files import parsed, write_whole
 from evolver_async.launch.run_directory import last_lines
 from evolver_async.metrics.alarms import alarms_line
 from evolver_async.metrics.lineages import current_rows, key_of
@@ -235,7 +235,7 @@ def ending_of(run_dir: Path) -> Ending:
     then. The lock of a run with a recorded end is not touched.
     """
     with contextlib.suppress(OSError, ValueError, TypeError):
-        return Ending(**json.loads((run_dir / END).read_text()))
+        return Ending(**parsed((run_dir / END).read_text()))
     metrics = run_dir / "metrics.jsonl"
     changed = (metrics if metrics.exists() else run_dir / "config.yaml").stat().st_mtime
     return Ending("running" if is_running(run_dir) else "killed", -1, "", changed)

@@ -8,10 +8,10 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from evolver_async.buffer.monitor.failures import plain
 from evolver_async.buffer.monitor.stalls import stall_text
 from evolver_async.protocol.failures import FailureTotal
 from evolver_async.protocol.messages import StatusRequest
+from evolver_async.terminal import plain
 from evolver_async.transport.dealer import DealerClient
 
 SHOWN = 3  # quarantined tasks

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from evolver_async.errors import TrainingError
+from evolver_async.files import make_own
 from evolver_async.metrics.alerts import alert
 from learner.state import LearnerState
 
@@ -59,11 +60,11 @@ def write_bad_step(path: Path, values: Iterable[object], keep: int) -> None:
 
     A run of weeks can skip a step now and then.
     """
-    path.parent.mkdir(exist_ok=True)
+    make_own(path.parent)
     fields = {name: value for one in values for name, value in vars(one).items()}
     arrays = {name: value for name, value in fields.items() if isinstance(value, np.ndarray)}
     np.savez(path, **arrays)  # pyright: ignore[reportArgumentType]
     others = [one for one in path.parent.glob("*.npz") if one != path]  # whatever the clock says
-    others.sort(key=lambda one: one.stat().st_mtime_ns, reverse=True)
+    others.sort(key=lambda one: one.lstat().st_mtime_ns, reverse=True)
     for old in others[keep - 1 :]:
         old.unlink()

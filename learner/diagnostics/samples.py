@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from evolver_async.files import make_own
 from evolver_async.schema import Role, Sequence, Trajectory
 from learner.diagnostics.step_result import Trained
 
@@ -19,7 +20,7 @@ def write_samples(path: Path, tokenizer: Any, data: Trained, count: int) -> None
     stripped experience), the weight of its correction (`ratios`) and its advantage.
     """
     groups, batch = data.groups, data.batch
-    path.parent.mkdir(exist_ok=True)
+    make_own(path.parent)
     unfinished = path.with_name(f".{path.name}")
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     tasks = [group.task.task_id for group in groups for _ in group.trajectories]
@@ -61,7 +62,7 @@ def drop_oldest(directory: Path, limit_bytes: int) -> None:
     The newest ones stay. A time tells the order, as the steps of a lineage that the run has left
     can be larger.
     """
-    found = [(path, path.stat()) for path in directory.glob("step_*.jsonl")]
+    found = [(path, path.lstat()) for path in directory.glob("step_*.jsonl")]
     found.sort(key=lambda one: one[1].st_mtime_ns)
     over = sum(facts.st_size for _, facts in found) - limit_bytes
     for path, facts in found[:-1]:

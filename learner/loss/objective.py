@@ -7,6 +7,7 @@ import torch
 
 from evolver_async.config import CorrectionConfig, LossConfig
 from evolver_async.config.sections.learner import by_kind
+from evolver_async.errors import Inconsistency
 from evolver_async.schema import Array
 from learner.data.batch import LogProbs, MicroBatch, Minibatch
 from learner.diagnostics.offpolicy import Accounting
@@ -49,7 +50,8 @@ class Objective:
 
     def __post_init__(self) -> None:
         closed = by_kind(self.correction, self.loss)
-        assert closed == (self.correction, self.loss), "stage_config sets the bounds"
+        if closed != (self.correction, self.loss):
+            raise Inconsistency("stage_config sets the bounds of the correction and the loss")
 
     @property
     def counts_age(self) -> bool:

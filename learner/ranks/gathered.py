@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
+from evolver_async.errors import Inconsistency
 from evolver_async.model import policy
 from evolver_async.weights.channel.layout import Layout, aligned, nbytes
 from evolver_async.weights.channel.source import Part, whole_part
@@ -96,7 +97,8 @@ class GatheredWeights:
     def _fill(self, segment: Segment, sent_N: Tensor) -> None:
         """Put this rank's bytes of a segment, as far as it has any, into its bucket."""
         tensor, dtype = self._tensors[segment.name], self._dtypes[segment.name]
-        assert isinstance(tensor, DTensor) and tensor.placements == (Shard(0),)
+        if not isinstance(tensor, DTensor) or tensor.placements != (Shard(0),):
+            raise Inconsistency(f"{segment.name}: is not sharded by its rows")
         first, last = segment.start // dtype.itemsize, segment.end // dtype.itemsize
         share_N = tensor.to_local().reshape(-1)[first:last]
         place_N = sent_N[segment.place : segment.place + len(share_N) * dtype.itemsize]

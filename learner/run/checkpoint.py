@@ -3,6 +3,7 @@
 The newest are kept, from which a crash is resumed, and those that `config.Checkpoint` asks for.
 """
 
+import time
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -22,7 +23,11 @@ from learner.state import LearnerState, PendingEvaluation
 class Checkpoints:
     """Checkpoints in <run>/checkpoints."""
 
-    def __init__(self, run_dir: Path, config: Config) -> None:
+    def __init__(
+        self, run_dir: Path, config: Config, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._clock = clock
+        self._written_s = clock()  # time of the last one, or of the start
         self.directory = run_dir / "checkpoints"
         self.run_id = run_dir.name
         self.settings = config.checkpoint
@@ -49,6 +54,9 @@ class Checkpoints:
 
     def due(self, take: int, evaluated: bool) -> bool:
         """Return True if one is due at `take`; `evaluated`: an evaluation of it was asked for."""
+        minutes = self.settings.minutes
+        if minutes and self._clock() - self._written_s >= 60 * minutes:
+            return True
         every = (self.settings.every, self.settings.keep_every)
         return any(n and take % n == 0 for n in every) or (
             evaluated and self.settings.keep_best > 0
@@ -64,6 +72,7 @@ class Checkpoints:
             keep=self.settings.keep,
             lasting=self._lasting(state),
         )
+        self._written_s = self._clock()
 
     def kept(self) -> tuple[int, int]:
         """Return the oldest take that a resume may need, and the bytes of the newest checkpoint."""

@@ -4,7 +4,10 @@ The actors' part, which knows the turn format, writes the chat template, generat
 README.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
+
+import torch
 
 from evolver_async.checkpoint import history, shards
 from evolver_async.config.load import stage_config
@@ -31,7 +34,9 @@ def export(run_dir: Path, out: Path, step: int | str | None = None) -> str:
     dtype = stored_dtype(settings.decided_dtype, config.learner.device)
     model = policy.load_model(settings.path, dtype=dtype, device="cpu")
     tensors = shards.read(chosen, "model")
-    policy.load_state(model, whole(tensors, settings, dtype))
+    state = whole(tensors, settings, dtype)
+    _refuse_non_finite(chosen, state)
+    policy.load_state(model, state)
     policy.export(model, out, settings.path)
     resolve("manual")(stage_config(config, len(config.stages) - 1), out)
     line = f"wrote {out}: the policy after step {manifest.step} of {run_dir}"
@@ -46,3 +51,13 @@ def export(run_dir: Path, out: Path, step: int | str | None = None) -> str:
         base=settings.path,
     )
     return f"{line}; its adapters alone, named {run_dir.name}, are in {out / 'adapter'}"
+
+
+def _refuse_non_finite(checkpoint: Path, state: Mapping[str, torch.Tensor]) -> None:
+    """Raise ValueError, naming the tensor, for weights of which nothing could sample."""
+    for name, tensor in sorted(state.items()):
+        if bad := int((~torch.isfinite(tensor)).sum()):
+            raise ValueError(
+                f"{checkpoint}: {name} has {bad:,} values of {tensor.numel():,} that are no finite"
+                " numbers; --step N exports another checkpoint"
+            )

@@ -11,6 +11,7 @@ import shlex
 import shutil
 import signal
 import subprocess
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ ROOT = Path(__file__).parents[2]
 CLUSTER = ROOT / "configs" / "cluster"
 SLURM = CLUSTER / "slurm.sbatch"
 KUBERNETES = CLUSTER / "kubernetes.yml"
+DOCKERFILE = CLUSTER / "Dockerfile"
 UNIT = CLUSTER / "evolver-async@.service"
 SCALING = (ROOT / "docs" / "scaling.md").read_text()
 LEAST_DRAIN_S = 4 * Config().launch.drain_s  # the roles end one after the other
@@ -256,6 +258,7 @@ def test_objects_refer_to_each_other() -> None:
     assert service["spec"]["selector"] == labels
     images = {one["image"] for kind in ("StatefulSet", "Deployment") for one in containers(kind)}
     assert len(images) == 1
+    assert f" -t {images.pop()} " in DOCKERFILE.read_text()
     target = found["HorizontalPodAutoscaler"]["spec"]["scaleTargetRef"]
     assert (target["kind"], target["name"]) == ("Deployment", "evolver-actors")
     assert "replicas" not in found["Deployment"]["spec"]
@@ -368,3 +371,22 @@ def test_the_unit_leaves_namespaces_to_the_sandbox() -> None:
     hindering = {"RestrictNamespaces", "SystemCallFilter", "PrivateDevices", "ProtectProc"}
     hindering |= {"ProtectKernelTunables", "PrivateUsers", "MemoryDenyWriteExecute"}
     assert not hindering & {*unit()}
+
+
+def test_the_image_holds_the_package_and_the_user_of_the_pods() -> None:
+    text = DOCKERFILE.read_text()
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    copied = re.findall(r"^COPY (.+) \S+$", text, re.M)
+    for pattern in " ".join(copied).split():
+        assert list(ROOT.glob(pattern)), pattern
+    assert {"evolver_async", "actors", "learner", "configs"} <= set(copied)
+    extras = re.findall(r"EXTRAS=(\S+)", text)
+    assert len(extras) == 2
+    for extra in ",".join(extras).split(","):
+        assert extra in project["optional-dependencies"]
+    for constraints in re.findall(r"CONSTRAINTS=(\S+)", text):
+        assert (ROOT / constraints).is_file()
+    for kind in ("StatefulSet", "Deployment"):
+        security = pod(kind)["securityContext"]
+        assert f"USER {security['runAsUser']}:{security['runAsGroup']}\n" in text
+    assert f":{project['version']} ." in text

@@ -225,7 +225,8 @@ def test_resume_needs_a_run_with_a_valid_checkpoint_of_its_own(
 
     newest = save(run_dir / "checkpoints", 1, write, run_id="other", keep=2)
     said = refused("train", "--resume", run_dir)
-    assert said == f"{newest}: belongs to run other, not to earlier"
+    assert said.startswith(f"{newest}: belongs to run other, not to earlier")
+    assert str(run_dir.with_name("other")) in said and "--fork" in said
     (newest / "model").write_text("w")
     assert f"{newest}: model is torn" in refused("train", "--resume", run_dir)
     assert not (run_dir / "logs").exists()

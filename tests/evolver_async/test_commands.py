@@ -337,3 +337,24 @@ def test_recipes_are_listed_with_one_line_each(capsys: pytest.CaptureFixture[str
     assert "evolver-async study NAME: correction, early_experience, evidence, kv, lag," in studies
     assert all(line.split()[1:] and line.endswith((".", "…")) for line in lines)
     assert str(ROOT / "configs") in where
+
+
+def test_a_run_is_deleted_and_nothing_that_it_links_to(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = run_dir.parents[1] / "model"
+    model.mkdir()
+    (model / "weights").touch()
+    (run_dir / "policy").symlink_to(model)
+    (run_dir / "samples").mkdir()
+    (run_dir / "samples" / "weights").symlink_to(model / "weights")
+    link = run_dir.with_name("link")
+    link.symlink_to(run_dir)
+    assert main(["rm", str(link)]) == 2
+    with locked(run_dir):
+        assert main(["rm", str(run_dir)]) == 2
+    assert "is already running" in capsys.readouterr().err
+    assert (run_dir / "config.yaml").exists() and (run_dir / "policy").is_symlink()
+    assert main(["rm", str(model)]) == 2, "it is no run"
+    assert main(["rm", str(run_dir)]) == 0
+    assert not run_dir.exists() and (model / "weights").exists()

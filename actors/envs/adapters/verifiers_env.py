@@ -16,6 +16,7 @@ from typing import Any
 from actors.envs.adapters import required
 from actors.envs.base import Env, one_line
 from evolver_async.env import Info, Step
+from evolver_async.extension import RAISED
 from evolver_async.schema import Task
 from evolver_async.splits import SPLITS, split_of
 
@@ -100,7 +101,7 @@ def _loaded(taskset: str, kwargs: str, first: int) -> dict[str, list[Any]]:
         config = vf.taskset_config_type(taskset)(id=taskset, **json.loads(kwargs))
         loaded = vf.load_taskset(config)
         tasks = list(loaded if not loaded.INFINITE else loaded.take(first))
-    except Exception as error:  # tasksets are other people's code
+    except RAISED as error:  # tasksets are other people's code
         raise ValueError(f"taskset: cannot load {taskset!r}: {one_line(error)}") from error
     found: dict[str, list[Any]] = {}
     for task in tasks:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from evolver_async.buffer.log.disk import no_room
 from evolver_async.buffer.log.segment import NAMES
+from evolver_async.files import make_own
 
 
 def archive_bytes(archive: str) -> float:
@@ -15,7 +16,10 @@ def archive_bytes(archive: str) -> float:
 
 @dataclass
 class Archive:
-    """Directory that keeps the newest removed segments, `limit_bytes` at most; 0 keeps none."""
+    """Directory that keeps the newest removed segments, `limit_bytes` at most; 0 keeps none.
+
+    Links, in its place or in it, are unlinked and never followed.
+    """
 
     _directory: Path
     limit_bytes: float
@@ -28,19 +32,19 @@ class Archive:
         if not self.limit_bytes:
             return path.unlink()
         try:
-            self._directory.mkdir(exist_ok=True)
+            make_own(self._directory)
             path.rename(self._directory / path.name)
         except OSError as error:
             raise no_room(self._directory, error) from error
 
     def trim(self) -> None:
         """Delete the oldest segments beyond the limit."""
-        if self.limit_bytes in (0, math.inf):
+        if self.limit_bytes in (0, math.inf) or self._directory.is_symlink():
             return
         paths = sorted(self._directory.glob(NAMES))
-        size = sum(path.stat().st_size for path in paths)
+        size = sum(path.lstat().st_size for path in paths)
         for path in paths:
             if size <= self.limit_bytes:
                 return
-            size -= path.stat().st_size
+            size -= path.lstat().st_size
             path.unlink()

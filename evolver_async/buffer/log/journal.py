@@ -28,6 +28,7 @@ from evolver_async.buffer.log import disk, segment
 from evolver_async.buffer.log.archive import Archive
 from evolver_async.buffer.log.quarantine import JournalError, damaged, lost
 from evolver_async.checkpoint.sync import sync_directory
+from evolver_async.errors import Inconsistency
 
 SEALED = struct.Struct("<IQ")  # number and bytes of a sealed segment
 
@@ -165,7 +166,8 @@ class Journal:
         Raises DiskFull if there is no room; the old segment goes on then, and is full again when as
         much has been written once more.
         """
-        assert not self._pending, "roll between commits only"
+        if self._pending:
+            raise Inconsistency(f"{self.directory}: a segment begins between commits only")
         self._counted_from = self.sizes.get(self.newest, 0)
         sealed = b"".join(SEALED.pack(*sizes) for sizes in sorted(self.sizes.items()))
         chunks = segment.commit(segment.record(snapshot, sealed, zlib.crc32(sealed)))

@@ -10,8 +10,6 @@ import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
-import msgspec
-
 from evolver_async.buffer.log import segment
 from evolver_async.buffer.log.journal import Location
 from evolver_async.buffer.log.quarantine import JournalError
@@ -131,7 +129,7 @@ class JournalReader:
     def _decoded(self, number: int, head: memoryview) -> records.AnyRecord:
         try:
             return records.decode(head)
-        except msgspec.DecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise JournalError(f"{self._paths(number)[0]}: {error}") from error
 
 

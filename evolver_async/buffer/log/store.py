@@ -6,8 +6,6 @@ Trajectories of live groups stay in memory; others are read from the journal on 
 import logging
 from collections.abc import Callable
 
-import msgspec
-
 from evolver_async.buffer.log.disk import DiskFull
 from evolver_async.buffer.log.journal import Journal
 from evolver_async.buffer.log.quarantine import JournalError
@@ -16,10 +14,13 @@ from evolver_async.buffer.state.censoring import Censoring, GroupChange
 from evolver_async.buffer.state.groups import ZERO_SPREAD, GroupState, HeldGroup, ending
 from evolver_async.buffer.state.leases import Leases
 from evolver_async.buffer.state.machine import BufferState
+from evolver_async.errors import Inconsistency
 from evolver_async.protocol.trajectories import Parcel, finish, unwrap
 from evolver_async.schema import Trajectory, WeightId
 
 NO_BODY = Parcel(b"", 0)
+# of records that no buffer of this program has written
+READ_ERRORS = ValueError, KeyError, IndexError, RecursionError, Inconsistency
 
 log = logging.getLogger(__name__)
 
@@ -43,14 +44,14 @@ class BufferStore:
         for head, location in journal.replay():
             try:
                 state.apply(records.decode(head), location)
-            except (msgspec.DecodeError, ValueError, KeyError, IndexError, AssertionError) as error:
+            except READ_ERRORS as error:
                 raise JournalError(f"{journal.where(location)}: {error}") from error
         if not journal.sizes:
             journal.roll(records.encode(state.snapshot()))
         journal.check_sealed(self._needed())
         try:
             state.check()
-        except AssertionError as error:
+        except Inconsistency as error:
             raise JournalError(f"{journal.end()}: the ledger does not close: {error}") from error
         for held in self.replay.by_state["open"].values():
             self._lease_again(held, now)

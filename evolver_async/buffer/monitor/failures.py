@@ -7,6 +7,7 @@ and name, with the last error of each. All memory is bounded, whatever is report
 import msgspec
 
 from evolver_async.protocol.failures import FailureTotal
+from evolver_async.terminal import plain
 
 MOST_KEPT = 32  # kinds and names; the one that failed longest ago is dropped
 # Totals of single processes. A living one's must not be forgotten: it would count once more.
@@ -123,9 +124,3 @@ class Failures:
         """Totals by metric name, of the kinds that occurred."""
         counted = {f"failures/{kind}": float(count) for kind, count in self._counts.items()}
         return counted | ({"failures/episodes": float(self._lost)} if self._lost else {})
-
-
-def plain(text: str) -> str:
-    """Text of unknown origin on one line, with question marks for what is not printable."""
-    line = " ".join(text.split())
-    return "".join(character if character.isprintable() else "?" for character in line)

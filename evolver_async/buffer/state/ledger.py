@@ -7,6 +7,7 @@ independent counts. No decisions are made here.
 
 import msgspec
 
+from evolver_async.errors import Inconsistency
 from evolver_async.schema import SCRIPTED
 
 HELD = ("open", "ready", "taken")
@@ -76,7 +77,7 @@ class Ledger(msgspec.Struct):
         return sum(amount.tokens for kind, amount in self.received.items() if kind not in SCRIPTED)
 
     def check(self, held: HeldAmounts) -> None:
-        """Raise AssertionError with the kind and both counts if the ledger does not close."""
+        """Raise Inconsistency with the kind and both counts if the ledger does not close."""
         for kind in sorted(self.received.keys() | self.closed.keys() | held.keys()):
             counted = Amount()
             for amount in held.get(kind, {}).values():
@@ -84,7 +85,8 @@ class Ledger(msgspec.Struct):
             for fate in CLOSED:
                 counted.add(self.total(kind, fate))
             received = self.received.get(kind, Amount())
-            assert counted == received, f"ledger of {kind}: received {received}, found {counted}"
+            if counted != received:
+                raise Inconsistency(f"ledger of {kind}: received {received}, found {counted}")
 
     def _entry(self, kind: str, fate: str, reason: str) -> Amount:
         fates = self.closed.setdefault(kind, {}).setdefault(fate, {})

@@ -68,7 +68,7 @@ class BufferState:
         return held
 
     def check(self) -> None:
-        """Raise AssertionError if the ledger does not close."""
+        """Raise Inconsistency if the ledger does not close."""
         self.ledger.check(self.held())
 
     def apply(self, record: records.AnyRecord, location: Location = NOWHERE) -> None:

@@ -11,6 +11,7 @@ from evolver_async.buffer.state.guidance import GuidanceRecord
 from evolver_async.buffer.state.ledger import Ledger
 from evolver_async.buffer.state.position import Position
 from evolver_async.buffer.tasks.stream import Cursor
+from evolver_async.file_formats import JOURNAL_FORMAT, foreign
 from evolver_async.schema import Kind, Task, WeightId
 
 
@@ -153,6 +154,12 @@ class TakesReleased(Record, tag="kept"):
     bytes: int = 0
 
 
+class NumberedSnapshot(msgspec.Struct, tag_field="record", tag="snapshot"):
+    """Snapshot of any format."""
+
+    format: int
+
+
 class StateSnapshot(Record, tag="snapshot"):
     """The whole state: the first record of every journal segment, so older ones can be deleted."""
 
@@ -162,6 +169,7 @@ class StateSnapshot(Record, tag="snapshot"):
     cursor: Cursor
     guidance: GuidanceRecord
     evaluations: EvaluationQueue
+    format: int = JOURNAL_FORMAT
 
 
 AnyRecord = (
@@ -190,5 +198,23 @@ def encode(record: AnyRecord) -> bytes:
 
 
 def decode(data: bytes | memoryview) -> AnyRecord:
-    """Decode a record. Raises msgspec.DecodeError for bytes that `encode` has not written."""
-    return _decoder.decode(data)
+    """Decode a record. Raises msgspec.DecodeError for bytes that `encode` has not written, a
+    ValueError with the numbers for a snapshot of another format."""
+    try:
+        found = _decoder.decode(data)
+    except msgspec.DecodeError:
+        _refuse_foreign(data)
+        raise
+    if isinstance(found, StateSnapshot) and found.format != JOURNAL_FORMAT:
+        _refuse_foreign(data)
+    return found
+
+
+def _refuse_foreign(data: bytes | memoryview) -> None:
+    """Raise ValueError for a snapshot of a journal of another format."""
+    try:
+        number = msgspec.msgpack.decode(data, type=NumberedSnapshot).format
+    except msgspec.DecodeError:
+        return
+    if number != JOURNAL_FORMAT:
+        raise ValueError(foreign("journal", number, JOURNAL_FORMAT))

@@ -11,6 +11,7 @@ from operator import attrgetter
 from evolver_async.buffer.state.admission import Admission
 from evolver_async.buffer.state.groups import HeldGroup, Take
 from evolver_async.buffer.state.sampling import sampler_of
+from evolver_async.errors import Inconsistency
 from evolver_async.lineages import Fork
 from evolver_async.schema import SCRIPTED, WeightId
 
@@ -45,7 +46,8 @@ class Replay(Admission):
         at = self.at
         taken = at.takes.setdefault(take, Take(at.lineage, stage, groups, at.head))
         if taken.lineage != at.lineage:
-            assert groups == taken.groups, f"take {take}: {groups}, it had {taken.groups}"
+            if groups != taken.groups:
+                raise Inconsistency(f"take {take}: {groups}, it had {taken.groups}")
             taken.lineage, taken.head = at.lineage, taken.head or at.head
             at.count_repeat(SAME)
         at.next_take = take + 1

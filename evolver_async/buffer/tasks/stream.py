@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 
 from evolver_async.buffer.tasks.source import TaskSource
+from evolver_async.errors import Inconsistency
 from evolver_async.randomness import key, uniform
 from evolver_async.schema import Task
 
@@ -109,7 +110,8 @@ class TaskStream:
         self.cursor.since_exploration += 1
         if self.cursor.queue:
             queued = self.cursor.queue.pop(0)
-            assert queued.task.task_id == task.task_id, (queued.task.task_id, task.task_id)
+            if queued.task.task_id != task.task_id:
+                raise Inconsistency(f"{task.task_id}: {queued.task.task_id} is next")
             return
         self._pass("synthetic" if task.origin == "synthetic" else "tasks", task)
 
@@ -227,7 +229,8 @@ class TaskStream:
 
     def _pass(self, way: Way, task: Task) -> None:
         found = self._find(way)
-        assert found is not None and found[1].task_id == task.task_id, f"{task.task_id}: not next"
+        if found is None or found[1].task_id != task.task_id:
+            raise Inconsistency(f"{task.task_id}: not next")
         self.cursor.walks[way] = found[0].further()
         self._next.clear()
 

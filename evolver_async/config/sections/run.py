@@ -156,6 +156,8 @@ class CheckpointConfig:
     """Checkpoints in <run>/checkpoints, the newest last."""
 
     every: Count = 25  # learner steps; one is also written at the end of a stage and on SIGTERM
+    # also after so many since the last one, at the end of a step; 0: by steps alone
+    minutes: Annotated[float, Range(ge=0)] = 0.0
     keep: Annotated[int, Range(ge=2)] = 2  # the newest ones
     # in addition, those with the highest eval/success, and an evaluated one of step 0; 0: none
     keep_best: int = 1

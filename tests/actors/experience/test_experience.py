@@ -370,6 +370,21 @@ def test_a_purged_source_leaves_nothing_anywhere(
     assert contents(open_pool()) == [item(2).content]
 
 
+def test_a_purge_leaves_no_copy_of_a_damaged_file(
+    open_pool: Callable[..., ExperiencePool], tmp_path: Path
+) -> None:
+    pool = open_pool()
+    pool.add([Item("walk to the goal", "poison", 1.0)], "bad", [])
+    pool.commit()
+    file = tmp_path / "experience" / FILE
+    for suffix in ("damaged", "damaged-2"):
+        file.with_name(f"{file.name}.{suffix}").write_bytes(b"poison")
+    assert pool.purge("bad") == 1
+    pool.close()
+    files = list((tmp_path / "experience").iterdir())
+    assert files and not any(b"poison" in one.read_bytes() for one in files)
+
+
 def test_a_fork_learns_from_its_own_groups_though_they_have_the_same_numbers(
     open_pool: Callable[..., ExperiencePool], tmp_path: Path
 ) -> None:

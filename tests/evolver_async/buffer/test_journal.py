@@ -240,6 +240,38 @@ def test_old_segments_go_or_are_archived(tmp_path, archive, kept):
     assert heads(tmp_path) == [b"snapshot 2"]
 
 
+@pytest.mark.parametrize("archive", [150, math.inf])
+def test_what_a_link_in_the_place_of_the_archive_leads_to_is_left_alone(tmp_path, archive):
+    others = tmp_path / "others"
+    others.mkdir()
+    foreign = [others / f"{number:08d}.log" for number in (1, 7)]
+    for one in foreign:
+        one.write_bytes(b"x" * 100)
+    journal = fresh(tmp_path / "journal", archive=archive)
+    link = tmp_path / "journal" / "archive"
+    link.symlink_to(others)
+    journal.archive.trim()
+    for number in range(2):
+        journal.roll(b"snapshot %d" % number)
+    journal.drop(99)
+    journal.close()
+    assert [one.read_bytes() for one in foreign] == [b"x" * 100] * 2
+    assert not link.is_symlink() and len(list(others.iterdir())) == 2
+    assert sorted(path.name for path in link.iterdir()) == ["00000001.log", "00000002.log"]
+
+
+def test_a_link_in_the_archive_is_unlinked(tmp_path):
+    journal = fresh(tmp_path / "journal", archive=150)
+    archive, kept = tmp_path / "journal" / "archive", tmp_path / "kept"
+    archive.mkdir()
+    kept.write_bytes(b"x" * 1000)
+    (archive / "00000000.log").symlink_to(kept)
+    (archive / "00000001.log").write_bytes(b"x" * 160)
+    journal.archive.trim()
+    journal.close()
+    assert kept.stat().st_size == 1000 and not any(archive.iterdir())
+
+
 def test_a_copy_that_a_person_put_beside_the_segments_is_left_alone(tmp_path):
     names = written(tmp_path, 3)
     (tmp_path / "archive").mkdir()

@@ -8,14 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from actors.experience.store import FILE, Store
 from evolver_async.buffer.log.journal import Journal
 from evolver_async.buffer.stages import evaluation_digest
 from evolver_async.buffer.state import records
 from evolver_async.buffer.tasks.files import rows_of
-from evolver_async.checkpoint import history
+from evolver_async.checkpoint import history, shards
 from evolver_async.checkpoint.directory import (
+    STATE,
     CheckpointError,
     is_left,
     load_newest,
@@ -237,6 +239,27 @@ def test_a_checkpoint_is_evaluated_and_exported_by_its_step(
         capsys, "export", finished, tmp_path / "no", "--step", "4"
     )
     assert not (tmp_path / "no").exists()
+
+
+def test_weights_that_are_no_numbers_are_not_exported(
+    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = shutil.copytree(finished, tmp_path / finished.name)
+    checkpoints = run_dir / "checkpoints"
+    before = resumable(checkpoints)[-1][0]
+
+    def fill(directory: Path) -> None:
+        for file in [one for one in before.iterdir() if one.name in ("model.safetensors", STATE)]:
+            shutil.copy(file, directory)
+        tensors = shards.read(directory, "model")
+        tensors[sorted(tensors)[-1]].view(-1)[0] = torch.nan
+        shards.write(directory, "model", tensors)
+
+    save(checkpoints, 9, fill, run_id=run_dir.name, keep=99)
+    said = refused(capsys, "export", run_dir, tmp_path / "no")
+    assert sorted(shards.read(before, "model"))[-1] in said and "--step" in said
+    assert not (tmp_path / "no").exists()
+    assert main(["export", str(run_dir), str(tmp_path / "out"), "--step", "8"]) == 0
 
 
 def test_a_run_that_was_moved_and_renamed_is_evaluated_and_exported(

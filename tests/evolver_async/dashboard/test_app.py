@@ -296,3 +296,15 @@ async def test_keys_switch_views_means_and_axes(made: MadeRun) -> None:
         assert len(app.screen_stack) == 1
         await pilot.press("q")
     assert app.return_code == 0
+
+
+@in_loop
+async def test_a_look_that_ends_after_the_app_draws_nothing(made: MadeRun) -> None:
+    made.close()
+    end(made.run_dir, 0)
+    app = RunDashboard(RunFeed(made.run_dir, made.config))
+    async with app.run_test(size=SIZES[0]) as pilot:
+        await shown(pilot, "finished")
+        await app.screen_stack[0].query_one("#scroll").remove()
+        app._draw()  # the screen goes
+    app._draw()  # it is gone

@@ -1,5 +1,6 @@
 """The local launcher with real processes: a dead one is replaced, and an end leaves nothing."""
 
+import errno
 import os
 import signal
 import subprocess
@@ -14,19 +15,26 @@ import psutil
 import pytest
 from launches import COMMAND, DEADLINE_S, Launch, alive, is_step, launching, wait_for
 
-from evolver_async.checkpoint.directory import load_newest, valid
+from evolver_async.buffer.log.disk import SyncError
+from evolver_async.buffer.log.reader import JournalReader
+from evolver_async.buffer.state.records import GroupsTaken
+from evolver_async.checkpoint import history
+from evolver_async.checkpoint.directory import CheckpointError, load_newest, valid
 from evolver_async.config import Config
 from evolver_async.config.load import load
-from evolver_async.errors import EVALUATION_LOST, STOPPED, TRAINING_ERROR, USER_ERROR
+from evolver_async.errors import DISK_FAILED, EVALUATION_LOST, STOPPED, TRAINING_ERROR, USER_ERROR
 from evolver_async.launch import supervisor as supervision
 from evolver_async.launch.child import Child, Handle, LocalSpawner
 from evolver_async.launch.local import run
 from evolver_async.launch.registry import CHECKS, PROCESSES, ROLES, resolve
+from evolver_async.launch.resumption import resume
 from evolver_async.launch.run_directory import address_of, last_lines
-from evolver_async.launch.supervisor import RunFailed, Supervisor
+from evolver_async.launch.supervisor import OUTAGE_S, RunFailed, Supervisor
 from evolver_async.metrics.alerts import ALERTS
 from evolver_async.metrics.tail import Tail
 from evolver_async.process.addresses import make_weights_dir, weights_dir
+from evolver_async.process.setup import RoleArgs, run_process
+from evolver_async.results.final_ledger import final_ledger
 
 pytestmark = pytest.mark.process
 
@@ -114,13 +122,30 @@ def test_a_dead_actor_is_replaced_until_its_budget_is_spent(ended: Ended) -> Non
     assert not any(alive(child) for child in [*ended.first.values(), ended.second])
 
 
+def check_backup(run_dir: Path, place: Path) -> None:
+    """Copy a running run as docs/weeks.md says; the copy can be resumed where it is."""
+    copy = place / run_dir.name
+    copy.mkdir()
+    subprocess.run(["cp", "-a", run_dir / "checkpoints", copy], check=False)  # one can go meanwhile
+    rest = [one for one in run_dir.iterdir() if one.name != "checkpoints"]
+    subprocess.run(["cp", "-a", *rest, copy], check=False)
+    config = resume(copy, [])
+    _, manifest = history.choose(copy / "checkpoints", copy.name, None)
+    found = [one for one, _ in JournalReader(copy / "journal").read()]
+    assert max(one.take for one in found if isinstance(one, GroupsTaken)) + 1 >= manifest.step > 0
+    assert final_ledger(copy, config)
+    with pytest.raises(CheckpointError, match=rf"{copy} --fork NAME"):
+        resume(copy.rename(copy.with_name("other")), [])
+
+
 def test_sigterm_leaves_a_checkpoint_and_nothing_else(
-    ended: Ended, launch: Callable[..., Launch]
+    ended: Ended, launch: Callable[..., Launch], tmp_path: Path
 ) -> None:
     run_dir = ended.run_dir
     before = valid(run_dir / "checkpoints")[-1][1].step
     run = launch(run_dir, "--resume", run_dir)
     run.wait_for_steps(2)
+    check_backup(run_dir, tmp_path)
     children = run.children()
     weights = weights_dir(load(run_dir / "config.yaml"), run_dir)
     socket_dir = Path(address_of(run_dir).removeprefix("ipc://")).parent
@@ -360,6 +385,45 @@ def test_failures_long_ago_do_not_count(tmp_path: Path) -> None:
         assert child.restarts == 2
     with pytest.raises(RunFailed):
         launcher.live(child, launcher.config.launch.healthy_s - 1)
+
+
+def test_a_disk_that_fails_for_a_minute_spends_one_restart(tmp_path: Path) -> None:
+    launcher = FailingSupervisor(tmp_path, DISK_FAILED)
+    child = launcher.add("buffer", "buffer")
+    for _ in range(9):
+        launcher.live(child, 1.0)
+        assert child.restarts == 1
+    launcher.live(child, OUTAGE_S)
+    assert child.restarts == 2
+    launcher.live(child, 1.0)
+    with pytest.raises(RunFailed):
+        launcher.live(child, OUTAGE_S)
+
+
+def test_a_failed_sync_has_an_exit_code_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def main(_: RoleArgs) -> int:
+        try:
+            raise OSError(errno.EIO, "Input/output error")
+        except OSError as error:
+            raise SyncError("journal: could not be synced") from error
+
+    monkeypatch.setattr("evolver_async.process.setup.set_up_logging", lambda *_: None)
+    args = RoleArgs(address="", name="buffer", incarnation=0, run_dir=tmp_path)
+    assert run_process("buffer", lambda: main, args, None) == DISK_FAILED
+
+
+@pytest.mark.parametrize("code", [0, 3, None, "enough"])
+def test_an_exit_that_is_not_ours_is_no_end_of_the_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: object
+) -> None:
+    def main(_: RoleArgs) -> int:
+        raise SystemExit(code)
+
+    monkeypatch.setattr("evolver_async.process.setup.set_up_logging", lambda *_: None)
+    args = RoleArgs(address="", name="learner", incarnation=0, run_dir=tmp_path)
+    assert run_process("learner", lambda: main, args, None) == 1
 
 
 def test_the_sentence_of_the_end_is_this_processs_own(tmp_path: Path) -> None:

@@ -1,7 +1,10 @@
 """The number of actors: by hand, by what the learner waits for, and as a live run changes it."""
 
 import json
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -13,7 +16,7 @@ from evolver_async.cli import main
 from evolver_async.config import ActorsConfig, Config
 from evolver_async.config.load import dump, load
 from evolver_async.launch.run_directory import ACTORS, locked, scale
-from evolver_async.launch.scaling import ActorScaling, WaitController
+from evolver_async.launch.scaling import ActorScaling, WaitController, running_actors
 from evolver_async.metrics.tail import Tail
 
 RECIPE = """
@@ -172,6 +175,48 @@ def test_scale_auto_says_what_determines_the_number(
     with locked(run_dir):
         assert main(["scale", str(run_dir), "auto"]) == 0
     assert re.search(message, capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("given", ["5", "auto"])
+def test_actors_without_memory_for_them_are_refused(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    given: str,
+) -> None:
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    dump(load(None, ["stages=[{steps: 1}]", "actors.count=5"]), run_dir / "config.yaml")
+    monkeypatch.setattr("evolver_async.memory.host.available_bytes", lambda: 1 << 20)
+    with locked(run_dir):
+        monkeypatch.setattr("evolver_async.commands.control.running_actors", lambda _: 5)
+        assert main(["scale", str(run_dir), given]) == 0, "they run already"
+        (run_dir / ACTORS).unlink()
+        monkeypatch.setattr("evolver_async.commands.control.running_actors", lambda _: 3)
+        assert main(["scale", str(run_dir), given]) == 2
+    assert "actors: 2 more need" in capsys.readouterr().err
+    assert not (run_dir / ACTORS).exists()
+
+
+@pytest.mark.process
+def test_the_actors_of_a_launcher_are_counted_by_their_command(tmp_path: Path) -> None:
+    program = "import time, sys; print(0, flush=True); time.sleep(600)"
+    (tmp_path / "evolver_async").mkdir()
+    (tmp_path / "evolver_async" / "__init__.py").touch()
+    (tmp_path / "evolver_async" / "cli.py").write_text(program)
+    command = [sys.executable, "-m", "evolver_async.cli"]
+    started = [
+        subprocess.Popen([*command, role], cwd=tmp_path, env={}, stdout=subprocess.PIPE)
+        for role in ("actor", "learner", "actor")
+    ]
+    try:
+        for one in started:
+            assert one.stdout is not None and one.stdout.readline()
+        assert running_actors(os.getpid()) == 2 and running_actors(0) == 0
+    finally:
+        for one in started:
+            one.kill()
+            one.communicate()
 
 
 @pytest.fixture

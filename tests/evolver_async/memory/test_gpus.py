@@ -7,9 +7,10 @@ import pytest
 
 from evolver_async.cli import main
 from evolver_async.config import ConfigError
-from evolver_async.config.load import load
+from evolver_async.config.load import dump, load
+from evolver_async.launch.run_directory import locked
 from evolver_async.launch.start_checks import problems_of
-from evolver_async.memory import gpus
+from evolver_async.memory import gpus, host
 from evolver_async.memory.gpus import check_gpu_memory, visible
 from evolver_async.memory.units import MIB
 
@@ -63,6 +64,22 @@ def test_a_run_that_its_gpu_cannot_hold_is_refused_before_anything_starts(
     assert main(["train", str(RECIPE), *ON_GPU, *BIG, f"run.dir={tmp_path / 'runs'}"]) == 2
     assert "of 256 MiB" in capsys.readouterr().err
     assert not (tmp_path / "runs").exists()
+
+
+def test_actors_that_their_gpu_cannot_hold_are_not_added(
+    driver: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(host, "available_bytes", lambda: 1 << 50)
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    dump(load(RECIPE, ON_GPU), run_dir / "config.yaml")
+    with locked(run_dir):
+        assert main(["scale", str(run_dir), "2"]) == 0
+        assert main(["scale", str(run_dir), "5000"]) == 2
+    assert "of 256 MiB" in capsys.readouterr().err
 
 
 def test_a_machine_whose_driver_cannot_be_asked_is_not_checked(driver: Path) -> None:

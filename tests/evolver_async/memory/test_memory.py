@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evolver_async.config import Config
+from evolver_async.config import Config, ConfigError
 from evolver_async.config.load import load
 from evolver_async.config.shape import DecoderShape, shape_of
 from evolver_async.doctor.probes.recipe import model
@@ -17,6 +17,7 @@ from evolver_async.memory.host import (
     _memory_groups,
     available_bytes,
     check_memory,
+    check_more_actors,
     problem_of,
 )
 from evolver_async.memory.plan import (
@@ -240,6 +241,21 @@ def test_what_does_not_fit_names_the_key_that_takes_most() -> None:
     assert problem_of(plan, 99.0, 3.0).startswith("weights.dir: ")
     assert problem_of(plan, 99.0, None) == ""
     assert replace(plan, shared=0.0).host == 28
+
+
+def test_actors_that_are_added_must_fit_beside_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = load(None, ["stages=[{steps: 1}]"])
+    shape = shape_of(config)
+    assert shape is not None
+    plan = memory_plan(config, shape, learner_gpu=False, actor_gpu=False)
+    (actor,) = [one for one in plan.processes if one.role == "actor"]
+    monkeypatch.setattr("evolver_async.memory.host.uses_gpu", lambda _: False)
+    monkeypatch.setattr("evolver_async.memory.host.available_bytes", lambda: 2.5 * actor.private)
+    for more in (-1, 0, 2):
+        check_more_actors(config, more)
+    with pytest.raises(ConfigError, match=r"^actors: 3 more need "):
+        check_more_actors(config, 3)
+    check_more_actors(replace(config, launch=replace(config.launch, kind="ray")), 3)
 
 
 def test_this_host_has_memory() -> None:

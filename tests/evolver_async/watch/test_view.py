@@ -8,12 +8,12 @@ import pytest
 from rich.console import Console
 from rich.text import Text
 
-from evolver_async.buffer.monitor.failures import plain
 from evolver_async.config import Config, StageConfig
 from evolver_async.launch.run_directory import record_origin
 from evolver_async.metrics.alerts import ALERTS, alert
 from evolver_async.metrics.lineages import RowKey, supersedes
 from evolver_async.metrics.tail import Tail
+from evolver_async.terminal import plain
 from evolver_async.watch import runs
 from evolver_async.watch import view as view_module
 from evolver_async.watch.live import shown, steps_of, watch

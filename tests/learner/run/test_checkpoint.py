@@ -37,6 +37,19 @@ def write(checkpoints: Checkpoints, state: LearnerState) -> None:
     checkpoints.write(state, fill)
 
 
+def test_one_is_due_by_steps_or_by_minutes(tmp_path: Path) -> None:
+    config, now = load(None, [STAGES, "checkpoint={every: 10, minutes: 1.5}"]), 100.0
+    checkpoints = Checkpoints(tmp_path / "run", config, lambda: now)
+    assert checkpoints.due(10, False) and not checkpoints.due(11, False)
+    now += 90.0
+    assert checkpoints.due(11, False)
+    write(checkpoints, LearnerState(lineage=1, take=11))
+    assert not checkpoints.due(12, False)
+    never = Checkpoints(tmp_path / "run", load(None, [STAGES]), lambda: now)
+    now += 1e9
+    assert checkpoints.due(12, False) and not never.due(12, False)
+
+
 @pytest.mark.parametrize(("every", "staleness"), [(1, 4), (10, 32), (25, 4)])
 def test_a_rollback_goes_back_no_further_than_it_must(
     tmp_path: Path, every: int, staleness: int
