@@ -157,9 +157,10 @@ def test_a_mixture_reports_every_environment(bandit: Callable[..., Finished]) ->
     for name in ("bandit", "frozen_lake"):
         values = of_stage(run, "sft", f"train/success/{name}")
         assert len(values) == 5 and all(0 <= value <= 1 for value in values)
-    held_out = [granted.task for granted in arrivals(run) if granted.pinned is not None]
-    assert {task.env for task in held_out} == {"bandit", "frozen_lake"}
-    assert {task.split for task in held_out} == {"test"}
+    held_out = [granted for granted in arrivals(run) if granted.pinned is not None]
+    assert {one.task.env for one in held_out} == {"bandit", "frozen_lake"}
+    splits = {(one.task.split, one.episode is None) for one in held_out}
+    assert splits == {("validation", True), ("test", False)}, "test at the end, and decides nothing"
 
 
 def test_a_file_of_tasks_is_trained_and_evaluated_by_its_splits(

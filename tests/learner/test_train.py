@@ -84,7 +84,8 @@ def test_a_slow_machine_costs_no_evaluation(
     monkeypatch.setattr(time, "perf_counter", lambda: next(passed))
     assert run(config, run_dir) == 0
     (result,) = [row for row in rows(run_dir) if "eval/success" in row]
-    assert (result["step"], result["eval/version"], result["eval/episodes"]) == (2, 2, 6)
+    assert (result["step"], result["eval/version"], result["eval/episodes"]) == (2, 2, 4)
+    assert result["eval/test/episodes"] == 6
     assert state_of(run_dir)["pending"] == []
 
 

@@ -194,7 +194,8 @@ def test_evaluations_are_of_exact_versions(finished: Finished) -> None:
     evals = finished.evals
     last = finished.steps[-1]["version"]
     assert [row["eval/version"] for row in evals] == [1, 20, 40, last]
-    assert [row["eval/episodes"] for row in evals] == [8, 8, 8, 16]
+    assert [row["eval/episodes"] for row in evals] == [8, 8, 8, 8]
+    assert [row.get("eval/test/episodes") for row in evals] == [None, None, None, 16]
 
 
 def test_the_ledger_closes_after_a_kill(finished: Finished) -> None:
@@ -202,10 +203,11 @@ def test_the_ledger_closes_after_a_kill(finished: Finished) -> None:
 
 
 def test_eval_plays_held_out_tasks(finished: Finished, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["eval", str(finished.run_dir), "--episodes", "16"]) == 0
+    assert main(["eval", str(finished.run_dir), "--episodes", "8"]) == 0
     said = capsys.readouterr().out
     assert f"step {SFT_STEPS + RL_STEPS}: success " in said
-    assert "over 16 test episodes, 2 distinct (random policy 0.500, optimal policy 1.000" in said
+    assert "over 8 validation episodes, 2 distinct" in said
+    assert "(random policy 0.500, optimal policy 1.000" in said
     final = finished.evals[-1]
     assert f"success {final['eval/success']:.3f}" in said, "the run's own evaluation said so"
 
@@ -274,7 +276,7 @@ def test_a_resumed_run_goes_on_from_there_and_finishes(resumed: Finished) -> Non
     adam = load_file(newest / "optimizer.safetensors")
     updates = {int(tensor) for name, tensor in adam.items() if name.startswith("step/")}
     assert updates == {seen["end"]}, "one a step, none lost and none repeated"
-    assert resumed.evals[-1]["eval/episodes"] == 16
+    assert resumed.evals[-1]["eval/test/episodes"] == 16
 
 
 def test_nothing_is_trained_twice_across_lineages(resumed: Finished) -> None:

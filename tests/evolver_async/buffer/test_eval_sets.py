@@ -135,7 +135,7 @@ def test_a_task_with_a_lost_sample_has_no_best() -> None:
 def test_the_deciding_set_is_played_first_and_samples_share_their_task(world: World) -> None:
     assert isinstance(report(world, 2, ["ood", "sampled"]), messages.Ok)
     tickets = evaluating(world, 11)
-    names = [ticket.task.task_id.removeprefix("frozen_lake/test/") for ticket in tickets]
+    names = [ticket.task.task_id.removeprefix("frozen_lake/validation/") for ticket in tickets]
     assert names == ["0", "1", "0", "1", "2", *["10"] * 3, *["11"] * 3]
     assert [ticket.members for ticket in tickets] == [[0]] * 5 + [[0], [1], [2]] * 2
     assert [ticket.sampling.temperature for ticket in tickets] == [0.0] * 5 + [0.7] * 6

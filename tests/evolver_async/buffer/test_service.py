@@ -750,7 +750,7 @@ def test_evaluation_is_pinned_granted_first_and_reported_until_confirmed(world):
     assert learn(world, 0, episodes=3).evals == []
     tickets = world.lease(credit=2)
     assert [(t.kind, t.weights, t.task.split) for t in tickets[:3]] == [
-        ("eval", weights(1), "test")
+        ("eval", weights(1), "validation")
     ] * 3
     assert [t.task.map_seed for t in tickets[:3]] == [0, 1, 2]
     assert tickets[0].sampling.temperature == 0.0

@@ -64,9 +64,9 @@ def test_an_endless_source_never_repeats():
     assert [draw(tasks).task_id for _ in range(3)] == [f"maze/train/{n}" for n in range(3)]
 
 
-def test_held_out_tasks_are_of_the_test_split():
+def test_held_out_tasks_are_of_the_split_that_decides():
     task = held_out_task(ENDLESS, 4)
-    assert (task.task_id, task.split, task.map_seed) == ("maze/test/4", "test", 4)
+    assert (task.task_id, task.split, task.map_seed) == ("maze/validation/4", "validation", 4)
 
 
 def test_a_slow_task_is_issued_again_then_with_patience_then_never():

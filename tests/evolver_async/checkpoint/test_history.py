@@ -282,9 +282,9 @@ def test_as_many_episodes_are_evaluated_as_the_run_says(
     finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     same = shutil.copytree(finished, tmp_path / finished.name)
-    dump(load(finished / "config.yaml", ["eval.final_episodes=0"]), same / "config.yaml")
+    dump(load(finished / "config.yaml", ["eval.episodes=3"]), same / "config.yaml")
     assert main(["eval", str(same)]) == 0
-    assert "over 4 test episodes" in capsys.readouterr().out, "eval.episodes"
+    assert "over 3 test episodes" in capsys.readouterr().out, "eval.episodes"
     assert "--episodes: must be at least 1, is 0" in refused(
         capsys, "eval", finished, "--episodes", 0
     )

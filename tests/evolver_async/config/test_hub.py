@@ -165,6 +165,6 @@ def test_a_bare_model_of_the_cache_is_evaluated(tmp_path: Path) -> None:
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0 and f"{COMMIT}: success" in done.stdout, done.stderr
     reply, *of_sets = load_replies(tmp_path / "saved.jsonl")
-    assert reply.task == "bandit/test/0" and reply.evaluated.endswith(COMMIT)
+    assert reply.task == "bandit/validation/0" and reply.evaluated.endswith(COMMIT)
     assert reply.prompt and reply.reply and reply.turns == 1
     assert all(one.set_name for one in of_sets)

@@ -12,6 +12,7 @@ from serial_runs import Finished, trainer
 from actors.evaluate import evaluate
 from evolver_async.buffer.log.reader import JournalReader
 from evolver_async.buffer.state import records
+from evolver_async.config.sections.run import FINAL_SET
 from evolver_async.results.run import load_run
 
 pytestmark = pytest.mark.process
@@ -59,7 +60,7 @@ def test_the_numbers_of_a_set_are_those_of_its_episodes(run: Finished) -> None:
     assert len(rows) == 4  # after each stage, and twice in between
     for row in rows:
         version = int(row["eval/version"])
-        for name, k in (("swapped", 1), ("sampled", 3)):
+        for name, k in (("swapped", 1), ("sampled", 3), (FINAL_SET, 1)):
             if f"eval/{name}/episodes" not in row:
                 assert (version, name) not in episodes
                 continue
@@ -95,8 +96,9 @@ def test_the_policy_follows_the_names_that_mislead(run: Finished) -> None:
 
 def test_a_set_has_the_same_tasks_each_time_and_its_own_interval(run: Finished) -> None:
     episodes = played(run.run_dir)
-    versions = {name: sorted(v for v, one in episodes if one == name) for name in ("", "sampled")}
-    assert versions == {"": [1, 10, 20, 21], "sampled": [1, 20, 21]}
+    names = "", "sampled", FINAL_SET
+    versions = {name: sorted(v for v, one in episodes if one == name) for name in names}
+    assert versions == {"": [1, 10, 20, 21], "sampled": [1, 20, 21], FINAL_SET: [21]}
     for name in ("swapped", "sampled"):
         found = [
             [grant.task.map_seed for grant, _ in several]
@@ -106,7 +108,8 @@ def test_a_set_has_the_same_tasks_each_time_and_its_own_interval(run: Finished) 
         (seeds,) = {tuple(sorted(seeds)) for seeds in found}
         assert set(seeds) == set(range(100, 106) if name == "sampled" else range(12))
     for (_, name), found in episodes.items():
-        assert {grant.task.split for grant, _ in found} == {"test"}
+        split = "test" if name == FINAL_SET else "validation"
+        assert {grant.task.split for grant, _ in found} == {split}
         swapped = {"low_arm": "dragon", "high_arm": "phoenix"} if name == "swapped" else {}
         assert all(g.task.params == {"high_probability": 0.5} | swapped for g, _ in found)
 
@@ -124,7 +127,7 @@ def test_equal_seeds_give_equal_numbers_of_all_sets(
 
 def test_a_checkpoint_is_evaluated_on_the_sets_too(run: Finished) -> None:
     deciding, swapped, sampled = evaluate(run.run_dir, 8).splitlines()
-    assert "over 8 test episodes, 2 distinct" in deciding
+    assert "over 8 validation episodes, 2 distinct" in deciding
     value = evaluations(run)[-1]["eval/swapped/avg@1"]
     assert swapped.startswith(f"swapped: avg@1 {value:.3f}, best@1 {value:.3f}")
     assert sampled.startswith("sampled: avg@3 ") and "over 6 tasks, 2 distinct" in sampled

@@ -59,7 +59,8 @@ def test_it_learns_the_better_arm_from_demonstrations_of_the_format_alone(plain:
     assert plain.rl("train/format_errors")[0] < 0.1
     last = [row for row in plain.rows if "eval/success" in row][-1]
     assert last["eval/success"] >= 0.9
-    assert last["eval/episodes"] == 64
+    assert (last["eval/episodes"], last["eval/test/episodes"]) == (32, 64)
+    assert last["eval/test/avg@1"] >= 0.9
 
 
 def test_equal_seeds_give_bit_identical_runs_and_others_do_not(
@@ -206,7 +207,7 @@ def test_an_evaluation_with_failing_episodes_says_so(plain: Finished, tmp_path: 
     config = load(run_dir / "config.yaml", [f"env.name={__name__}:Broken", "engine.threads=2"])
     dump(config, run_dir / "config.yaml")
     before = torch.get_num_threads()
-    with pytest.raises(ValueError, match=r"4 of 4 episodes failed, .*Broken/test/\d.*KeyError"):
+    with pytest.raises(ValueError, match=r"4 of 4 episodes failed, .*Broken/valid.*KeyError"):
         evaluate(run_dir, 4)
     assert torch.get_num_threads() == 2, "engine.threads holds wherever an engine runs"
     torch.set_num_threads(before)
