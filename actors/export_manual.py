@@ -134,7 +134,7 @@ def template_of(chat: Chat, prefix: str) -> str:
 def context_of(directory: Path) -> int | None:
     """Return the length of the model's context in tokens; None if its configuration has none."""
     path = directory / "config.json"
-    known = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    known = parsed(path.read_text(encoding="utf-8")) if path.is_file() else {}
     return known.get("text_config", known).get("max_position_embeddings")
 
 

@@ -21,6 +21,7 @@ from evolver_async.dashboard.staleness import staleness
 from evolver_async.dashboard.stock import stock
 from evolver_async.terminal import plain
 
+DRAWN = "view", "head", "foot"
 EVERY_S = 1.0  # between two looks at the files, and between two requests for STATUS
 VIEWS = ("overview", "staleness", "actors", "buffer", "events", "evolving")
 WINDOWS = (1, 10, 50)  # steps in a mean
@@ -138,15 +139,16 @@ class RunDashboard(App[None]):
         try:
             screen = self.screen_stack[0]
             scroll = screen.query_one("#scroll", VerticalScroll)
+            view, head, foot = (screen.query_one(f"#{name}", Static) for name in DRAWN)
         except (LookupError, NoMatches):
             return
         width, height = scroll.size.width - 1, scroll.size.height
         if width < 20 or height < 4:
             return
         lines = self._lines(width, height)
-        screen.query_one("#view", Static).update(Text("\n", no_wrap=True).join(lines))
-        screen.query_one("#head", Static).update(self._head())
-        screen.query_one("#foot", Static).update(self._foot())
+        view.update(Text("\n", no_wrap=True).join(lines))
+        head.update(self._head())
+        foot.update(self._foot())
 
     def _lines(self, width: int, height: int) -> list[Text]:
         snapshot = self.feed.snapshot

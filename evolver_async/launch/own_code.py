@@ -20,6 +20,7 @@ import msgspec
 
 from evolver_async.config import Config
 from evolver_async.config.load import to_dict
+from evolver_async.config.secrets import mask
 from evolver_async.process.versions import OURS
 
 CODE = "code"  # directory of copies in that of a run
@@ -63,7 +64,10 @@ def digests(code: Mapping[str, Path]) -> dict[str, str]:
 
 
 def keep(code: Mapping[str, Path], directory: Path) -> dict[str, str]:
-    """Copy the files that `directory`/code does not have yet; return their digests by name."""
+    """Copy the files that `directory`/code does not have yet; return their digests by name.
+
+    Copies have no secrets of the environment; digests are of the files themselves.
+    """
     found = {}
     for name, path in code.items():
         content = path.read_bytes()
@@ -72,7 +76,7 @@ def keep(code: Mapping[str, Path], directory: Path) -> dict[str, str]:
         if not copy.exists():
             copy.parent.mkdir(parents=True, exist_ok=True)
             part = copy.with_name(f".{copy.name}")
-            part.write_bytes(content)
+            part.write_text(mask(content.decode("utf-8", "replace")), encoding="utf-8")
             part.replace(copy)
     return found
 

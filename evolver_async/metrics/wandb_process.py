@@ -85,7 +85,7 @@ def alert_count(to_server: bool) -> str:
 def sync_of(directory: Path) -> str | None:
     """Return the directory of the run for `wandb sync`, None if a server has the rows."""
     try:
-        return json.loads((directory / STATE).read_text()).get("sync")
+        return parsed((directory / STATE).read_text()).get("sync")
     except (FileNotFoundError, ValueError):
         return None
 

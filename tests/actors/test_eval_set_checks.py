@@ -100,9 +100,9 @@ def test_tasks_of_a_file_for_evaluation_are_checked_by_line(
 
 def test_the_split_of_the_evaluations_must_begin(tmp_path: Path) -> None:
     shop = [STAGE, policy(tmp_path, 4096), "env.name=webshop", "env.params.validation_goals=0"]
-    prompts.check(load(None, shop))
+    prompts.check(load(None, [*shop, "eval.split=test"]))
     with pytest.raises(ValueError, match=r"^eval\.split: validation: .*webshop cannot begin"):
-        prompts.check(load(None, [*shop, "eval.split=validation"]))
+        prompts.check(load(None, shop))
 
 
 def test_few_lines_of_a_file_are_begun_however_many_have_parameters(

@@ -367,7 +367,7 @@ def test_a_run_compares_with_all_actions_of_its_turns(tmp_path: Path) -> None:
     config.env.name, config.env.params = "sokoban", OPEN
     config.rollout.max_turns, config.rollout.actions_per_turn = 3, 2
     config.rollout.max_tokens = 8
-    config.eval.final_episodes = 8
+    config.eval.episodes = 8
     _, made = create(config, None)
     exact_of = {
         one["episodes"]: one for one in json.loads((made / "exact.json").read_text())["values"]

@@ -393,7 +393,7 @@ def test_an_evaluation_after_a_change_is_not_compared_with_those_before(run_dir:
     checkpoints = run_dir / "checkpoints"
     before = history.best(valid(checkpoints))
     assert len(before) > 1
-    train("--resume", run_dir, "stages.1.steps=8", "eval.split=validation")
+    train("--resume", run_dir, "stages.1.steps=8", "eval.split=test")
     after = history.best(valid(checkpoints))
     assert after and not set(before) & set(after)
 
@@ -408,7 +408,7 @@ def test_success_is_comparable_for_the_same_held_out_tasks_alone(tmp_path: Path)
     files = [digest(f"tasks.path={tmp_path}/{name}.jsonl") for name in "abc"]
     assert files[0] == files[1] != files[2]
     assert digest() == digest("tasks.train=9", "learner.lr=1e-3", "eval.episodes=3")
-    changes = ("env.params.size=5", "eval.split=validation", "eval.temperature=1")
+    changes = ("env.params.size=5", "eval.split=test", "eval.temperature=1")
     assert len({digest(), files[0], *map(digest, changes)}) == 5
     assert digest("env.params={x: {1: 2}}") != digest("env.params={x: {2: 2}}")
 
@@ -472,7 +472,7 @@ def test_a_fork_with_other_tasks_does_not_compare_itself_with_the_old_ones(
     for name, change, noted in (
         ("same", "learner.lr=1e-4", True),
         ("more", "tasks.train=3", True),
-        ("other", "eval.split=validation", False),
+        ("other", "eval.split=test", False),
         ("longer", "rollout.max_turns=2", False),
     ):
         changes = [f"run.dir={tmp_path}", change, "stages.1.steps=9"]

@@ -18,7 +18,10 @@ STAGE = "stages=[{kind: rl, steps: 9}]"
         (["eval.sets.a.k=0"], "eval.sets.a.k: must be at least 1"),
         (["eval.sets.a.tasks=0"], "eval.sets.a.tasks: must be at least 1"),
         (["eval.sets.a.temperature=-1"], "eval.sets.a.temperature: must be at least 0"),
-        (["eval.sets.a.split=dev"], "eval.sets.a.split: must be one of train, validation, test"),
+        (
+            ["eval.sets.a.split=dev"],
+            "eval.sets.a.split: must be one of auto, train, validation, test",
+        ),
         (["eval.sets.a.episodes=4"], "eval.sets.a.episodes: unknown key"),
         (["eval.sets.a.env.parms={}"], "eval.sets.a.env.parms: unknown key"),
         (["eval.sets.a=4"], "eval.sets.a: must be a mapping"),
