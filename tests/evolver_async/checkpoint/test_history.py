@@ -284,7 +284,7 @@ def test_as_many_episodes_are_evaluated_as_the_run_says(
     same = shutil.copytree(finished, tmp_path / finished.name)
     dump(load(finished / "config.yaml", ["eval.episodes=3"]), same / "config.yaml")
     assert main(["eval", str(same)]) == 0
-    assert "over 3 test episodes" in capsys.readouterr().out, "eval.episodes"
+    assert "over 3 validation episodes" in capsys.readouterr().out, "eval.episodes"
     assert "--episodes: must be at least 1, is 0" in refused(
         capsys, "eval", finished, "--episodes", 0
     )
