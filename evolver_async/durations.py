@@ -1,13 +1,16 @@
 """Seconds as people read them, and as files hold them."""
 
+import time
 from datetime import UTC, datetime
 
 
-def utc(seconds: float) -> str:
-    """Format seconds since 1970 as ISO 8601 in UTC, to the millisecond: 2026-05-04T12:30:00.250Z.
+def utc(seconds: float | None = None) -> str:
+    """Format seconds since 1970, or now, as ISO 8601 in UTC, to the millisecond:
+    2026-05-04T12:30:00.250Z.
 
     Every row and every line of a log has this form: hosts of a run can have several zones.
     """
+    seconds = time.time() if seconds is None else seconds
     return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%S.%f")[:-3] + "Z"
 
 

@@ -241,7 +241,7 @@ class LocalSpawner(Spawner):
                     env=os.environ | variables | gpus,
                 )
         except OSError as error:  # memory, process numbers or disk are short at this moment
-            line = f"{utc(time.time())} ERROR {__name__}: {name} cannot be started: {error}\n"
+            line = f"{utc()} ERROR {__name__}: {name} cannot be started: {error}\n"
             with suppress(OSError), open(self.log_file(name), "a", encoding="utf-8") as log_file:
                 log_file.write(line)
             return FailedStart(DISK_FULL if lacks_room(error) else CRASHED)

@@ -4,7 +4,6 @@ Any process of the run's host appends to the file. The upload of the run sends e
 """
 
 import logging
-import time
 from pathlib import Path
 from typing import Literal
 
@@ -28,7 +27,7 @@ def alert(
     `console`: the display of the run shows it, to which nothing else tells it. A full disk costs
     the alert, which is then in the log alone, and not the process.
     """
-    row: dict[str, object] = {"time": utc(time.time()), "title": title[:TITLE_CHARS]}
+    row: dict[str, object] = {"time": utc(), "title": title[:TITLE_CHARS]}
     row |= {"text": text[:TEXT_CHARS], "level": level, "console": console}
     try:
         append_row(directory / ALERTS, row)

@@ -1,7 +1,6 @@
 """Launches of a run, <run>/launches.jsonl: recipe, command line, versions and own code of each."""
 
 import shlex
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -29,7 +28,7 @@ def record(
     """
     before = len(launches(run_dir))
     row = {
-        "time": utc(time.time()),
+        "time": utc(),
         "recipe": recipe,
         "command": mask(shlex.join(["evolver-async", *map(_shown, arguments)])),
         "versions": dict(versions),

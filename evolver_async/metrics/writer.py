@@ -114,7 +114,7 @@ class Metrics:
         self.histograms.write({**self._head(step), "histograms": rows})
 
     def _head(self, step: int) -> dict[str, Any]:
-        return {"time": utc(time.time()), "step": step, "lineage": self.lineage}
+        return {"time": utc(), "step": step, "lineage": self.lineage}
 
     def alert(self, title: str, text: str, level: Level = "WARN", console: bool = False) -> None:
         """Write an alert, of which W&B notifies people if it is enabled."""

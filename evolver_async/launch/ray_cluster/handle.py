@@ -125,7 +125,7 @@ class RayHandle:
         ray.kill(self.host)
 
     def _note(self, text: str) -> None:
-        self._log(f"{utc(time.time())} ERROR {__name__}: {text}\n".encode())
+        self._log(f"{utc()} ERROR {__name__}: {text}\n".encode())
 
     def _log(self, lines: bytes) -> None:
         with suppress(OSError), open(self.log_file, "ab") as file:  # a full disk ends no run
