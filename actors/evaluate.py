@@ -83,8 +83,9 @@ def _evaluated(
     tasks = [held_out_task(source, number) for number in range(episodes)]
     drawn = [Drawn(task, 0, config.eval.temperature) for task in tasks]
     trajectories = asyncio.run(play_all(staged, last, drawn, weights))
-    replies = Replies(staged, name)
-    replies.add("", drawn, trajectories)
+    replies = Replies(staged, name) if save is not None else None
+    if replies is not None:
+        replies.add("", drawn, trajectories)
     success = statistics.fmean(trajectory.success for trajectory in trajectories)
     reward = statistics.fmean(trajectory.reward for trajectory in trajectories)
     bounds = intervals.written(intervals.share(success, _distinct(trajectories)))
@@ -104,8 +105,8 @@ def _evaluated(
         one = made[set_name]
         found = asyncio.run(_evaluate_set(staged, last, set_name, one, weights, replies))
         lines.append(f"{set_name}: {found}")
-    if save is not None:
-        replies.save(save)
+    if save is not None and replies is not None:
+        save_replies(save, replies.rows)
         lines.append(f"{len(replies.rows)} episodes are in {save}")
     return "\n".join(lines)
 
@@ -116,7 +117,7 @@ async def _evaluate_set(
     name: str,
     chosen: EvalSet,
     weights: dict | None,
-    replies: "Replies",
+    replies: "Replies | None",
 ) -> str:
     """Play one set of `eval.sets`; return its averages in words."""
     drawn = [
@@ -125,7 +126,8 @@ async def _evaluate_set(
         for sample in range(chosen.k)
     ]
     trajectories = await play_all(config, stage, drawn, weights)
-    replies.add(name, drawn, trajectories)
+    if replies is not None:
+        replies.add(name, drawn, trajectories)
     by_task: dict[int, list[Trajectory]] = {}
     for one in trajectories:
         by_task.setdefault(one.group_id // chosen.k, []).append(one)
@@ -192,10 +194,6 @@ class Replies:
             prompt = prompt if number else self._chat.decoded(sequence.tokens[:start].tolist())
             replies.append(self._chat.decoded(sequence.tokens[start:].tolist()))
         return prompt, "\n…\n".join(replies)
-
-    def save(self, path: Path) -> None:
-        """Write them all."""
-        save_replies(path, self.rows)
 
 
 async def play_all(

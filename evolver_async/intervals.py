@@ -29,11 +29,14 @@ def difference(
 
 
 def paired(differences: Sequence[float]) -> tuple[float, float]:
-    """Return the bounds of the mean of differences between two results of the same tasks."""
+    """Return the bounds of the mean of differences between two results of the same tasks.
+
+    One task bounds nothing.
+    """
     count = len(differences)
     mean = math.fsum(differences) / count
     if count < 2:
-        return -1.0, 1.0
+        return -math.inf, math.inf
     variance = math.fsum((one - mean) ** 2 for one in differences) / (count - 1)
     half = Z * math.sqrt(variance / count)
     return mean - half, mean + half

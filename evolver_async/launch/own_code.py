@@ -76,7 +76,10 @@ def keep(code: Mapping[str, Path], directory: Path) -> dict[str, str]:
         if not copy.exists():
             copy.parent.mkdir(parents=True, exist_ok=True)
             part = copy.with_name(f".{copy.name}")
-            part.write_text(mask(content.decode("utf-8", "replace")), encoding="utf-8")
+            if path.suffix == ".py":  # others are machine code
+                content = mask(content.decode("utf-8", "surrogateescape"))
+                content = content.encode("utf-8", "surrogateescape")
+            part.write_bytes(content)
             part.replace(copy)
     return found
 

@@ -197,9 +197,8 @@ def value_rows(
         if one is against:
             row += ["baseline", *[""] * (1 + bool(margin))]
         else:
-            difference = final_difference(one, against)
-            row += [shown(difference, sign="+"), str(difference.count)]
             pairs = [*paired(one.finals, against.finals).values()]
+            row += [shown(_difference(one.metric, pairs), sign="+"), str(len(pairs))]
             row += [_equivalent(pairs, margin)] * bool(margin)
         rows.append(row)
     return rows

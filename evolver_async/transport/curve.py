@@ -131,7 +131,9 @@ class Handshake:
             self._unclear.append(now)
             if len(self._unclear) <= UNCLEAR_FAILURES or now - self._unclear[0] <= UNCLEAR_S:
                 return
-            cause = f"the server's key is not {keys}/server.public, or it is no buffer"
+            # libzmq may cut a connection of a server without keys before it says why
+            key = f"{keys}/server.public"
+            cause = f"the server's key is not {key}, the server has no keys, or it is no buffer"
             if keys is None:
                 cause = "the connection is cut at once; perhaps it is no buffer"
             self._unclear.clear()

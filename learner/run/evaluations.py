@@ -172,7 +172,7 @@ class EvaluationTracker:
 
     def _tell(self, result: EvalResult) -> None:
         """Alert of what an evaluation cannot say: lost episodes, and rewards without a success."""
-        named = [("", result), *((f" of eval.sets.{one.name}", one) for one in result.sets)]
+        named = [("", result), *((f" of the set {one.name}", one) for one in result.sets)]
         for name, one in named:
             if one.lost:
                 text = f"{one.lost} of {one.lost + one.episodes} episodes{name} are lost"

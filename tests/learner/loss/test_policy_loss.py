@@ -167,9 +167,9 @@ def test_aggregations_match_the_loops(lengths_P, seed):
         assert float((scale_N * x_N).sum()) == pytest.approx(value, rel=1e-5)
 
 
-def test_the_loss_is_the_sum_of_its_terms():
-    objective_N, kl_N, entropy_N = torch.rand(3, 4)
-    scale_N = torch.full((4,), 0.25)
+def summed(scale_N):
+    """The loss of all three terms with its parts, after a comparison with their sum."""
+    objective_N, kl_N, entropy_N = torch.rand(3, len(scale_N))
     loss, terms = policy_loss(
         objective_N,
         scale_N,
@@ -177,10 +177,15 @@ def test_the_loss_is_the_sum_of_its_terms():
         kl_coef=0.1,
         entropy_N=entropy_N,
         entropy_coef=0.01,
-        tokens=4,
+        tokens=len(scale_N),
     )
-    expected = -objective_N.mean() + 0.1 * kl_N.mean() - 0.01 * entropy_N.mean()
+    expected = (scale_N * (-objective_N + 0.1 * kl_N - 0.01 * entropy_N)).sum()
     torch.testing.assert_close(loss, expected)
+    return loss, terms
+
+
+def test_the_loss_is_the_sum_of_its_terms():
+    loss, terms = summed(torch.full((4,), 0.25))
     assert terms["loss/policy"] + 0.1 * terms["loss/kl"] - 0.01 * terms[
         "loss/entropy"
     ] == pytest.approx(float(loss))
@@ -202,18 +207,7 @@ def test_entropy_is_reported_per_token_whatever_the_aggregation():
 
 
 def test_every_term_of_the_loss_is_weighted_by_the_aggregation():
-    objective_N, kl_N, entropy_N, scale_N = torch.rand(4, 6)
-    loss, _ = policy_loss(
-        objective_N,
-        scale_N,
-        kl_N=kl_N,
-        kl_coef=0.1,
-        entropy_N=entropy_N,
-        entropy_coef=0.01,
-        tokens=6,
-    )
-    expected = (scale_N * (-objective_N + 0.1 * kl_N - 0.01 * entropy_N)).sum()
-    torch.testing.assert_close(loss, expected)
+    summed(torch.rand(6))
 
 
 def test_a_term_that_is_switched_off_cannot_reach_the_loss():
