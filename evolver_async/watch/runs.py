@@ -102,8 +102,8 @@ def summary(run_dir: Path, ending: Ending) -> list[str]:
     step, evaluated, success = last_step(rows), evaluations(rows), "not evaluated"
     if evaluated:
         last, best = evaluated[-1], best_of(evaluated, digests(config))
-        success = f"eval success {last['eval/success']:.3f} over {played(last)}"
-        success += f" (best {best['eval/success']:.3f} at step {best['step']}), {bounds(last)}"
+        success = f"eval success {last['eval/success']:.3f} ({bounds(last)}) over {played(last)}"
+        success += f" (best {best['eval/success']:.3f} at step {best['step']})"
         if evaluated[0]["step"] == 0 and len(evaluated) > 1:
             success += f", {evaluated[0]['eval/success']:.3f} before the first step"
         if (untouched := untouched_of(evaluated, digests(config))) is not None:
