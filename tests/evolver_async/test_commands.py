@@ -293,7 +293,7 @@ def test_the_best_success_is_that_of_evaluations_like_the_last(run_dir: Path) ->
     ]
     (run_dir / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     said = runs.summary(run_dir, runs.end(run_dir, 0))
-    assert "0.500 over 8 episodes, 3 distinct (best 0.750 at step 8)" in said[0]
+    assert "eval success 0.500 (" in said[0] and "(best 0.750 at step 8)" in said[0]
 
 
 def test_the_last_lines_name_the_alarms_and_their_steps(run_dir: Path) -> None:
