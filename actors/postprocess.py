@@ -5,7 +5,9 @@ while a judge still labels them.
 """
 
 import asyncio
+import contextlib
 import logging
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -28,6 +30,7 @@ from actors.rollout.episode import EpisodeLate
 from actors.rollout.episode_config import Setting
 from actors.rollout.finished import Finished
 from actors.scripted.reflection import Reflector
+from evolver_async.metrics.activity import JUDGING
 from evolver_async.schema import Ticket
 
 log = logging.getLogger(__name__)
@@ -141,7 +144,7 @@ class TicketPostprocessing:
             self.components.failures.noted.set()  # the next report has the text
         try:
             if self.components.judge is not None and self.ticket.kind == "rollout":
-                with self.progress.during(member, "judging"):
+                with self._judging(member, "judging"):
                     await self._label(self.components.judge, finished)
         finally:
             sending = self.outbox.send(finished.trajectory)
@@ -154,7 +157,7 @@ class TicketPostprocessing:
         questioner, task = self.components.questioner, self.ticket.task
         if questioner is None or self.ticket.kind != "rollout" or not questioner.grades(task):
             return False
-        with self.progress.during(finished.trajectory.member, "grading"):
+        with self._judging(finished.trajectory.member, "grading"):
             given = await questioner.grade(task, finished.transcript.turns, finished.ending)
         if given is None:
             raise Ungraded(task.task_id)
@@ -165,12 +168,17 @@ class TicketPostprocessing:
     async def _score(self, scorer: RewardScorer, finished: Finished, graded: bool) -> None:
         """Set reward and success by the terms of the configuration. Raises Ungraded."""
         try:
-            with self.progress.during(finished.trajectory.member, "scoring"):
+            with self._judging(finished.trajectory.member, "scoring"):
                 await scorer.score(self.ticket.task, finished, self.setting, graded)
         except Unscorable as error:
             self.components.failures.note("reward", "reward.terms", str(error))
             raise Ungraded(self.ticket.task.task_id) from error
         self.progress.count += 1
+
+    @contextlib.contextmanager
+    def _judging(self, member: int, doing: str) -> Iterator[None]:
+        with self.progress.clock.during(JUDGING), self.progress.during(member, doing):
+            yield
 
     async def _label(self, judge: Judge, finished: Finished) -> None:
         trajectory = finished.trajectory

@@ -14,7 +14,8 @@ GENERATIONS = "generations"  # seconds of all turns in generation: they overlap
 
 # Conditions of an actor.
 LOADING, BLOCKING, GENERATING, STEPPING = "loading", "blocking", "generating", "stepping"
-PLAYING, DELIVERING, AWAITING, LEASING = "playing", "delivering", "awaiting", "leasing"
+PLAYING, JUDGING, DELIVERING = "playing", "judging", "delivering"
+AWAITING, LEASING = "awaiting", "leasing"
 
 ACTOR_LEVELS = {
     LOADING: "weights",
@@ -22,6 +23,7 @@ ACTOR_LEVELS = {
     GENERATING: "rollout",  # the loop's own work between the engine's steps
     STEPPING: "environment",  # episodes wait for environments, and none for the engine
     PLAYING: "rollout",
+    JUDGING: "judge",
     DELIVERING: "push",
     AWAITING: "weights",
     LEASING: "tickets",
@@ -43,6 +45,8 @@ LEARNER_LEVELS = {
 ACTOR = (ENGINE, *dict.fromkeys(ACTOR_LEVELS.values()), OTHER)
 LEARNER = tuple(dict.fromkeys(LEARNER_LEVELS.values()))
 HOST_CPU_SHARE = "throughput/actor/host_cpu_share"
+RUN_CPU_SHARE = "throughput/actor/run_cpu_share"  # of the run's own processes on their hosts
+SYNC_S = "buffer/sync_s"
 TOTALS = "throughput/actor_s/"  # seconds of all actors, from the buffer to the learner
 
 

@@ -103,7 +103,8 @@ class Beat(Message, tag="beat"):
     """Heartbeat, sent by a thread beside the work: a step or a forward pass may take minutes.
 
     `count` changes with every piece of work. `busy`: the process or a descendant has used a
-    processor, or moved data, since its last beat. `phase`: its present activity. The others are
+    processor, or moved data, since its last beat. `phase`: its present activity. `cpu_share`: share
+    of its host's processors that it and its descendants used of late. The others are
     the learner's: `step_s` seconds of computation of step `step`, whose passes are done to `share`,
     in `micro_batches` of `tokens` in all.
     """
@@ -113,6 +114,7 @@ class Beat(Message, tag="beat"):
     count: int = 0
     busy: bool = False
     incarnation: int = 0
+    cpu_share: float = 0.0
     step: int = 0
     step_s: float = 0.0
     share: float = 0.0

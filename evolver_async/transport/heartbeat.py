@@ -6,6 +6,7 @@ distinguishes it from a process that is stuck by its beats. A beat changes nothi
 
 import asyncio
 import math
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -20,13 +21,15 @@ from evolver_async.transport.dealer import DealerClient
 
 BEAT_S = 2.0  # between two beats
 BUSY_SHARE = 0.05  # of one processor
+SHARE_S = 15.0  # between two looks at the descendants for the share of the processors
 BUSY_BYTES_PER_S = 1 << 20  # read or written: a model that is loaded from a slow disk
 
 
 class Heartbeat(threading.Thread):
     """Thread that sends what `read` returns until the process ends, or `stop`.
 
-    `read` is called in this thread; `busy` and `incarnation` are filled in here. `warn_s`: of the
+    `read` is called in this thread; `busy`, `cpu_share` and `incarnation` are filled in
+    here. `warn_s`: of the
     buffer, which gets several beats within this time.
     """
 
@@ -62,6 +65,7 @@ class Heartbeat(threading.Thread):
         while not self._stop_asked.is_set():
             beat = self._read()
             beat.incarnation, beat.busy = self._identity[3], usage.busy()
+            beat.cpu_share = usage.share()
             with suppress(TimeoutError, Rejected):  # the process itself reports these
                 await client.request(beat, timeout_s=self._period_s)
             await asyncio.sleep(self._period_s)
@@ -75,6 +79,7 @@ class Usage:
         self._at = time.monotonic()
         self._own = self._read()
         self._descendants_s: float | None = None  # None: not measured at the last call
+        self._shared_at, self._total_s, self._share = self._at, self._total(), 0.0
 
     def busy(self) -> bool:
         """True if this process has computed or moved data; its descendants count if it has not."""
@@ -87,6 +92,22 @@ class Usage:
             return True
         before, self._descendants_s = self._descendants_s, self._of_descendants()
         return before is None or self._descendants_s - before >= BUSY_SHARE * passed_s
+
+    def share(self) -> float:
+        """Return the share of the host's processors that the tree used in the last SHARE_S."""
+        now = time.monotonic()
+        if now - self._shared_at >= SHARE_S:
+            before, self._total_s = self._total_s, self._total()
+            whole_s = (now - self._shared_at) * (os.cpu_count() or 1)
+            self._share = min(1.0, max(0.0, self._total_s - before) / whole_s)
+            self._shared_at = now
+        return self._share
+
+    def _total(self) -> float:
+        """Return the processor seconds of the tree; those of a child stay when it has ended."""
+        ended = os.times()
+        gone_s = ended.children_user + ended.children_system
+        return time.process_time() + gone_s + self._of_descendants()
 
     def _read(self) -> tuple[float, int]:
         """Return the processor seconds of this process, and the bytes that it read and wrote."""

@@ -7,11 +7,20 @@ from typing import Any
 
 from evolver_async.config import Config
 from evolver_async.config.load import concurrent_members, stage_config
-from evolver_async.metrics.activity import ACTOR, HOST_CPU_SHARE, LEARNER, OTHER
+from evolver_async.metrics.activity import (
+    ACTOR,
+    HOST_CPU_SHARE,
+    LEARNER,
+    OTHER,
+    RUN_CPU_SHARE,
+    SYNC_S,
+)
 
 WAITS = 0.25  # share of its time from which on a side waits for the other
 FULL, EMPTY = 0.8, 0.5  # shares of the slots in use
-BUSY = 0.9  # share of the processors from which on more actors only share them
+BUSY = 0.9  # share of the processors from which on there is none to spare
+OWN = 0.7  # share that the run itself uses then, from which on more actors only share them
+SLOW_SYNC_S = 0.05  # of the journal; a disk of this age has some milliseconds
 COMPUTES = ("engine", "rollout", "environment", OTHER)  # activities that can need a processor
 GENERATIONS = "throughput/actor/generations"
 FIXED = ("optimizer", "publish", "report", "checkpoint")  # cost the same for larger steps
@@ -20,12 +29,13 @@ SLOWS = {  # what to change if this activity of the actors holds up the learner
     " (actors.count)",
     "environment": "environments take most of it: run more groups beside them (actors.groups),"
     " or add actors (actors.count)",
-    "push": "handing in takes most of it: give the buffer a faster disk, or add actors"
-    " (actors.count)",
+    "judge": "judging takes most of it: use a faster judge or endpoint, or let it answer more at a"
+    " time (judge, reward, questioning)",
+    "push": "handing in takes most of it: give the buffer a faster network, disk or processor",
     "weights": "waiting for weights takes most of it: allow older ones (buffer.max_staleness), or"
-    " publish less often by larger steps (learner.groups_per_step)",
-    OTHER: "no activity of theirs that is measured takes most of it: look for a slow judge,"
-    " endpoint or start",
+    " publish less often by larger steps (learner.groups_per_step), or over a faster network",
+    OTHER: "no activity of theirs that is measured takes most of it: look for a slow endpoint or"
+    " start",
 }
 
 
@@ -63,7 +73,8 @@ class TimeBudget:
     """Shares by activity, over some rows, of all actors and of the learner; empty if unknown.
 
     `actor_s`, `learner_s`: the seconds that they divide. `generations`: mean number of turns that
-    one actor generates at a time. `busy`: processors in use of the actors' least busy host, 0 to 1.
+    one actor generates at a time. `busy`: processors in use of the actors' least busy host, 0 to 1;
+    `own`: those that this run uses there. `sync_s`: seconds of a sync of the journal.
     """
 
     actor: dict[str, float]
@@ -72,6 +83,8 @@ class TimeBudget:
     learner_s: float = 0.0
     generations: float = 0.0
     busy: float = 0.0
+    own: float = 0.0
+    sync_s: float = 0.0
 
     @classmethod
     def of(cls, rows: Iterable[Mapping[str, Any]]) -> "TimeBudget":
@@ -82,7 +95,8 @@ class TimeBudget:
         kept = list(dropwhile(lambda row: "throughput/actor/seconds" not in row, rows))
         actor_s, actor = _means(kept, "actor", ACTOR)
         learner_s, learner = _means(kept, "learner", LEARNER)
-        means = (_mean(kept, name) for name in (GENERATIONS, HOST_CPU_SHARE))
+        names = GENERATIONS, HOST_CPU_SHARE, RUN_CPU_SHARE, SYNC_S
+        means = (_mean(kept, name) for name in names)
         return cls(actor, learner, actor_s, learner_s, *means)
 
 
@@ -158,6 +172,8 @@ def advice(budget: TimeBudget, setup: Setup) -> str:
             f"Learner and actors take turns in a serial run: the learner waits {data:.0%} of its"
             " time. Run them side by side (launch.kind=local)."
         )
+    if slow := _hand_in(budget):
+        return slow
     if data >= WAITS and tickets >= WAITS:
         change = f"allow more staleness (buffer.max_staleness, now {setup.staleness})"
         if setup.max_ready:  # the tighter bound, as the check of the configuration sees to
@@ -175,21 +191,18 @@ def advice(budget: TimeBudget, setup: Setup) -> str:
     short = (
         f"Neither side waits long: the learner {data:.0%} of its time, the actors {tickets:.0%}."
     )
-    if budget.busy >= BUSY:
-        return (
-            f"{short} The processors are {budget.busy:.0%} in use: more speed needs more of them."
-        )
+    if shared := _shared(budget):
+        return f"{short} {shared[0].upper()}{shared[1:]}."
     return f"{short} More speed needs both more actors and a faster learner."
 
 
 def _actors(budget: TimeBudget, setup: Setup) -> str:
     """Say what makes the actors faster, by what they spend most time on besides waiting."""
     slowest = max((one for one in budget.actor if one != "tickets"), key=budget.actor.__getitem__)
-    if budget.busy >= BUSY and slowest in COMPUTES:
-        return (
-            f"{slowest} takes most of their time, and the processors are {budget.busy:.0%} in use:"
-            " more actors would only share them; more speed needs more processors, or hosts"
-        )
+    # an environment that sleeps uses no processor, whatever else does
+    waits = slowest == "environment" and budget.own < OWN
+    if slowest in COMPUTES and not waits and (shared := _shared(budget)):
+        return f"{slowest} takes most of their time; {shared}"
     if slowest != "engine":
         return SLOWS[slowest]
     used = f"with {budget.generations:.0f} turns at a time in {setup.slots} slots"
@@ -200,10 +213,53 @@ def _actors(budget: TimeBudget, setup: Setup) -> str:
     return f"generation takes most of it, {used}: add actors (actors.count)"
 
 
+def _hand_in(budget: TimeBudget) -> str:
+    """Say that the buffer takes long to accept what it is given; "" if it does not.
+
+    Then each side waits for the other as well, and no bound of the staleness changes that.
+    """
+    push, report = budget.actor["push"], budget.learner["report"]
+    if budget.learner["data"] < WAITS <= budget.actor["tickets"]:
+        push = 0.0  # the learner holds up the actors whatever they do
+    if max(push, report) < WAITS:
+        return ""
+    took = (
+        f"The buffer holds up both sides: handing in takes {push:.0%} of the actors' time and"
+        f" reports {report:.0%} of the learner's"
+    )
+    if budget.sync_s >= SLOW_SYNC_S:
+        return (
+            f"{took}, and a sync of its journal {budget.sync_s:.2g} s: put the journal on a faster"
+            " disk (run.dir)."
+        )
+    return (
+        f"{took}, though its disk is fast: look at the network between the hosts, and at the"
+        " processor of the buffer."
+    )
+
+
+def _shared(budget: TimeBudget) -> str:
+    """Say that no processor is to spare, and whose they are; "" if some are."""
+    if budget.busy < BUSY and budget.own < BUSY:
+        return ""
+    used = f"the processors are {max(budget.busy, budget.own):.0%} in use"
+    if budget.own and budget.own < OWN:
+        return (
+            f"{used}, {budget.own:.0%} by this run: other programs there take the rest, so end"
+            " those or use other hosts"
+        )
+    return f"{used}: more actors would only share them; more speed needs more processors, or hosts"
+
+
 def _learner(budget: TimeBudget) -> str:
     """Say what makes the learner faster, by what it spends most time on."""
     shares = budget.learner
     fixed = sum(shares[one] for one in FIXED)
+    if shares["checkpoint"] >= max(WAITS, fixed / 2):
+        return (
+            f"checkpoints take {shares['checkpoint']:.0%} of the learner's time: write fewer"
+            " (checkpoint.every), or to a faster disk"
+        )
     if fixed >= 1 - fixed - shares["data"]:
         return (
             f"{fixed:.0%} of the learner's time is spent once a step or update, whatever its size:"

@@ -19,7 +19,9 @@ import contextlib
 import logging
 import os
 import struct
+import time
 import zlib
+from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -30,6 +32,7 @@ from evolver_async.buffer.log.quarantine import JournalError, damaged, lost
 from evolver_async.checkpoint.sync import sync_directory
 from evolver_async.errors import Inconsistency
 
+SYNCS = 32
 SEALED = struct.Struct("<IQ")  # number and bytes of a sealed segment
 
 Location = tuple[int, int, int, int]  # of a body: segment, offset, bytes, crc32
@@ -51,6 +54,7 @@ class Journal:
         self.sizes = {int(path.stem): path.stat().st_size for path in directory.glob(segment.NAMES)}
         self.newest = max(self.sizes, default=0)
         self.problem = ""  # the reason for which the last commit was refused
+        self.sync_s: deque[float] = deque(maxlen=SYNCS)  # seconds of the newest syncs
         self._sealed: dict[int, int] = {}
         self._snapshot_bytes = self._counted_from = 0
         self._fd = -1
@@ -286,6 +290,7 @@ class Journal:
 
     def _sync(self, fd: int, size: int) -> None:
         """`size`: the bytes of the file that were synced before."""
+        began = time.monotonic()
         try:
             os.fdatasync(fd)
         except OSError as error:
@@ -293,6 +298,7 @@ class Journal:
             with contextlib.suppress(OSError):
                 os.ftruncate(fd, size)  # data in memory alone must not pass for durable
             raise disk.SyncError(f"{self.directory}: could not be synced: {error}") from error
+        self.sync_s.append(time.monotonic() - began)
 
     def _path(self, number: int) -> Path:
         return self.directory / f"{number:08d}.log"

@@ -9,7 +9,7 @@ from typing import Literal
 
 import msgspec
 
-from evolver_async.metrics.activity import ACTOR, GENERATIONS, HOST_CPU_SHARE, TOTALS
+from evolver_async.metrics.activity import ACTOR, GENERATIONS, HOST_CPU_SHARE, RUN_CPU_SHARE, TOTALS
 from evolver_async.protocol.messages import Beat
 from evolver_async.schema import WeightId
 
@@ -191,6 +191,8 @@ class Activity:
 
     def beat(self, name: str, beat: Beat, now: float) -> str:
         """Note a heartbeat; return the reason if it is refused, else ""."""
+        if not 0 <= beat.cpu_share <= 1:
+            return f"cpu_share: {beat.cpu_share}"
         if not (0 <= beat.share <= 1 and 0 <= beat.step_s < math.inf):
             return f"share, step_s: {beat.share}, {beat.step_s}"
         known = self.peers.get(name)
@@ -329,10 +331,16 @@ class Activity:
         return chain(self.peers.values(), self._silent.values())
 
     def host_cpu_share(self, now: float, within_s: float) -> dict[str, float]:
-        """Processors in use of the least busy host of living actors; empty if unknown."""
-        living = (self.peers[name] for name in self.actors if self._here(name, now, within_s))
+        """Processors in use of the least busy host of living actors, and those that this run's
+        processes use there, both by its least busy host; empty if unknown."""
+        living = [self.peers[name] for name in self.actors if self._here(name, now, within_s)]
         known = [one.host_cpu_share for one in living if one.host_cpu_share is not None]
-        return {HOST_CPU_SHARE: min(known)} if known else {}
+        own = {one.host: 0.0 for one in living if one.beat is not None}
+        for peer in self.peers.values():
+            if peer.host in own and peer.beat is not None and now - peer.beat_at <= within_s:
+                own[peer.host] += peer.beat.cpu_share
+        found = {HOST_CPU_SHARE: min(known)} if known else {}
+        return found | ({RUN_CPU_SHARE: min(1.0, *own.values())} if own else {})
 
     def learner_reasons(self) -> list[str]:
         """Return the reasons for which the learner waits."""

@@ -15,6 +15,7 @@ from evolver_async.buffer.state.groups import UNTRAINED, HeldGroup
 from evolver_async.buffer.state.leases import Leases
 from evolver_async.buffer.state.ledger import CLOSED, REFUSED, Amount
 from evolver_async.buffer.state.machine import BufferState
+from evolver_async.metrics.activity import SYNC_S
 from evolver_async.schema import WeightId
 
 SHOWN = 32  # groups, evaluations and environments
@@ -295,6 +296,8 @@ class StatusReport:
             values = self._questioning()
             counters |= {f"questioning/{name}": value for name, value in values.items()}
         counters |= self.activity.host_cpu_share(now, self.lease_s)
+        if syncs := [*self.journal.sync_s]:
+            counters[SYNC_S] = sum(syncs) / len(syncs)
         reported = self.activity.counters()  # must not replace the buffer's own
         counters |= self.failures.counters()
         return reported | counters | self.censoring.counters() | self.stalls.counters(now)

@@ -1,6 +1,8 @@
 """Who is remembered, and for how long."""
 
+import os
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from evolver_async.protocol.envelope import SCHEMA_HASH, Envelope, pack, unpack
 from evolver_async.protocol.failures import FailureTotal
 from evolver_async.protocol.messages import (
     Ack,
+    Beat,
     Counters,
     Done,
     Hello,
@@ -261,6 +264,39 @@ def test_the_least_busy_host_of_the_actors_is_a_metric(tmp_path: Path) -> None:
     assert share() == 0.4
     world.one("actor-1", Lease(credit=0))
     assert share() == 0.9, "one that has left is idle for another reason"
+
+
+def test_the_processors_of_the_run_are_those_of_its_actors_and_learner_on_their_host(
+    tmp_path: Path,
+) -> None:
+    world = World(tmp_path / "journal", config())
+
+    def share() -> float | None:
+        counters = world.service.learner_requests.status.counters(world.now)
+        return counters.get("throughput/actor/run_cpu_share")
+
+    hosts = {"actor-0": "one", "actor-1": "one", "actor-2": "two", "learner": "two"}
+    for name, host in hosts.items():
+        role = name.partition("-")[0]
+        world.one(name, Hello(role=role, schema_hash=SCHEMA_HASH, host=host, pid=1))
+    assert share() is None
+    shares = {"actor-0": 0.125, "actor-1": 0.25, "actor-2": 0.125, "learner": 0.5}
+    for name, used in shares.items():
+        world.one(name, Beat(role=name.partition("-")[0], phase="", cpu_share=used))
+    assert share() == 0.375
+    world.one("actor-0", Beat(role="actor", phase="", count=1, cpu_share=0.5))
+    assert share() == 0.625
+    assert isinstance(world.one("actor-0", Beat(role="actor", phase="", cpu_share=2.0)), Reject)
+
+
+def test_the_seconds_of_a_sync_are_a_metric(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "fdatasync", lambda fd: time.sleep(0.02))
+    world = World(tmp_path / "journal", config())
+    world.resume()
+    counters = world.service.learner_requests.status.counters(world.now)
+    assert counters["buffer/sync_s"] >= 0.02
 
 
 def test_a_stall_is_told_once_when_it_begins(tmp_path: Path) -> None:

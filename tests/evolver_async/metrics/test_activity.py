@@ -12,6 +12,7 @@ from evolver_async.metrics.activity import (
     DELIVERING,
     GENERATING,
     GENERATIONS,
+    JUDGING,
     LEASING,
     LOADING,
     OTHER,
@@ -73,6 +74,8 @@ def test_every_second_has_one_activity(clock: ActivityClock, time: Time) -> None
                     time.now += 128
         with clock.during(DELIVERING):
             time.now += 256
+        with clock.during(DELIVERING), clock.during(JUDGING):
+            time.now += 512
     assert nonzero(clock.settle()) == {
         "other": 1,
         "tickets": 2,
@@ -81,6 +84,7 @@ def test_every_second_has_one_activity(clock: ActivityClock, time: Time) -> None
         "engine": 16,
         "rollout": 32,
         "push": 256,
+        "judge": 512,
     }
     assert set(clock.seconds) == set(ACTOR)
 

@@ -64,6 +64,20 @@ def slept(monkeypatch: pytest.MonkeyPatch) -> Usage:
     return Usage()
 
 
+def test_the_share_of_the_processors_counts_children_that_have_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(heartbeat, "SHARE_S", 0.0)
+    monkeypatch.setattr(heartbeat.os, "cpu_count", lambda: 1)
+    usage = Usage()
+    usage.share()
+    before_s = usage._total_s
+    code = "import time\nwhile time.process_time() < 0.3: pass"
+    subprocess.run([sys.executable, "-S", "-c", code], check=True)
+    assert 0 < usage.share() <= 1
+    assert usage._total_s - before_s >= 0.2  # of 0.3, by ticks
+
+
 def test_a_process_that_computes_is_busy_and_one_that_sleeps_is_not(slept: Usage) -> None:
     burn(0.3)
     assert slept.busy()

@@ -106,8 +106,7 @@ def test_both_waiting_asks_for_ready_groups_where_they_are_bounded() -> None:
         ({"environment": 0.6}, 20.0, {}, "actors.groups"),
         ({"rollout": 0.6}, 20.0, {}, "actors.count"),
         ({"weights": 0.6}, 20.0, {}, "buffer.max_staleness"),
-        ({"push": 0.6}, 20.0, {}, "disk"),
-        ({"other": 0.6}, 20.0, {}, "judge"),
+        ({"other": 0.6}, 20.0, {}, "endpoint"),
     ],
 )
 def test_a_waiting_learner_asks_for_what_slows_the_actors(
@@ -121,15 +120,81 @@ def test_a_waiting_learner_asks_for_what_slows_the_actors(
 @pytest.mark.parametrize("slowest", ["engine", "rollout"])
 def test_where_all_processors_are_in_use_more_actors_are_no_advice(slowest: str) -> None:
     actor = {slowest: 0.9} if slowest != "engine" else {}
-    found = budget(actor=actor, learner={"data": 0.5}, busy=0.97)
+    found = budget(actor=actor, learner={"data": 0.5}, busy=0.97, own=0.9)
     said = advice(found, SETUP)
     assert said.startswith(
         f"The actors hold up the learner, which waits 50% of its time; {slowest}"
     )
     assert "97% in use" in said and "actors.count" not in said
-    assert "actors.count" in advice(dataclasses.replace(found, busy=0.5), SETUP)
-    balanced = budget(learner={"data": 0.1}, busy=0.95)
-    assert "95% in use" in advice(balanced, SETUP) and "more actors" not in advice(balanced, SETUP)
+    assert "actors.count" in advice(dataclasses.replace(found, busy=0.5, own=0.4), SETUP)
+    balanced = budget(learner={"data": 0.1}, busy=0.95, own=0.9)
+    assert "95% in use" in advice(balanced, SETUP) and "actors.count" not in advice(balanced, SETUP)
+    others = advice(dataclasses.replace(found, own=0.2), SETUP)
+    assert "20% by this run" in others and "other hosts" in others
+
+
+@pytest.mark.parametrize(
+    ("slowed", "found", "change"),
+    [
+        ("learner", {"actor": {"tickets": 0.7}, "learner": {"data": 0.05}}, "fewer actors"),
+        ("engine", {"actor": {"tickets": 0.02}, "learner": {"data": 0.8}}, "engine.slots"),
+        (
+            "environment that sleeps, beside other jobs",
+            {
+                "actor": {"environment": 0.92},
+                "learner": {"data": 0.8},
+                "busy": 1.0,
+                "own": 0.1,
+            },
+            "actors.groups",
+        ),
+        (
+            "environment that computes",
+            {"actor": {"environment": 0.92}, "learner": {"data": 0.8}, "busy": 1.0, "own": 0.95},
+            "more processors",
+        ),
+        (
+            "disk of the journal",
+            {
+                "actor": {"push": 0.55, "tickets": 0.3},
+                "learner": {"report": 0.5, "data": 0.4},
+                "sync_s": 0.7,
+            },
+            "faster disk",
+        ),
+        (
+            "disk, seen by the learner alone",
+            {"actor": {"push": 0.1}, "learner": {"report": 0.5}, "sync_s": 0.7},
+            "faster disk",
+        ),
+        (
+            "network to the buffer",
+            {
+                "actor": {"push": 0.55, "tickets": 0.3},
+                "learner": {"report": 0.1, "data": 0.6},
+                "sync_s": 0.004,
+            },
+            "network",
+        ),
+        (
+            "network of the weights",
+            {"actor": {"weights": 0.6}, "learner": {"data": 0.5}},
+            "faster network",
+        ),
+        ("judge", {"actor": {"judge": 0.6}, "learner": {"data": 0.5}}, "faster judge"),
+        ("checkpoint", {"actor": {"tickets": 0.6}, "learner": {"checkpoint": 0.5}}, "every"),
+    ],
+)
+def test_the_advice_names_what_alone_is_slow(
+    slowed: str, found: dict[str, Any], change: str
+) -> None:
+    said = advice(budget(generations=60.0, **found), SETUP)
+    assert change in said and "max_staleness, now" not in said, slowed
+
+
+def test_a_learner_that_holds_up_the_actors_is_named_whatever_their_pushes_take() -> None:
+    said = advice(budget(actor={"tickets": 0.4, "push": 0.3}, learner={"data": 0.05}), SETUP)
+    assert said.startswith("The learner holds up")
 
 
 def test_processors_in_use_count_by_the_seconds_of_the_rows_that_know_them() -> None:
