@@ -41,7 +41,7 @@ from evolver_async.transport.dealer import DealerClient
 from evolver_async.transport.heartbeat import Heartbeat
 from evolver_async.transport.names import unresolved
 
-UNPLAYABLE = "this host cannot play the run's episodes"
+UNPLAYABLE = f"host {socket.gethostname()} cannot play the run's episodes"
 LEAVE_S = 5.0
 NAME_S = 20.0  # a cluster can publish the name of a host after it has started an actor
 

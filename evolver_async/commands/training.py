@@ -75,7 +75,7 @@ def train(args: argparse.Namespace) -> int:
         except Unrecoverable as error:
             code, reason = USER_ERROR, str(error)
         except StopSignal as stop:
-            code = stop.code
+            code, reason = stop.code, str(stop)
         except Exception as error:
             _alert_of_end(config, run_dir, runs.end(run_dir, 1, f"{type(error).__name__}: {error}"))
             raise

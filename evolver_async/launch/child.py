@@ -130,6 +130,10 @@ class Spawner(ABC):
         """True if processes of a role have one place only."""
         return True
 
+    def hinders(self, handle: Handle, waiting: Handle) -> bool:
+        """True if the place of a process can serve one that waits for its own."""
+        return False
+
     def lost(self, handle: Handle) -> bool:
         """True if a process ended because its host is gone, for which it is not to blame."""
         return False

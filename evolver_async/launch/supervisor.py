@@ -33,7 +33,7 @@ from evolver_async.launch.run_directory import announce
 from evolver_async.launch.scaling import ActorScaling
 from evolver_async.metrics.alerts import alert
 from evolver_async.process.setup import INCARNATIONS
-from evolver_async.process.stopping import handled_by
+from evolver_async.process.stopping import NodeDrained, handled_by
 from evolver_async.protocol.messages import StatusRequest
 from evolver_async.transport.client import Rejected
 from evolver_async.transport.dealer import DealerClient
@@ -43,6 +43,7 @@ SILENT_S = 60.0  # until the buffer's silence is said again, doubled each time
 SILENT_LIMIT_S = 960.0
 STANDSTILL_S = 60.0  # between two questions, past which this process itself was stopped
 BUSY_S = 0.2  # of a processor between two questions: a buffer that computes does not hang
+PLACE_S = 15.0  # for a learner's place, until another actor makes room for it
 ROOM_S = 2.0  # between two looks at the disks
 FULL_BYTES = 1 << 16  # of a disk with so little room nothing useful can be written
 OUTAGE_S = 60.0  # in which all failures of the disk under a process use one restart of its budget
@@ -83,7 +84,8 @@ class Supervisor:
         self.spawner = spawner
         self.children: list[Child] = []
         self.signals: list[int] = []
-        self.drained = False  # the node of a child that has no other place: the run ends
+        self.drained = ""  # the child whose node is drained and that has no other: the run ends
+        self.room_due = 0.0  # time at which the next actor makes room for a learner
         self.first_incarnation = announce(run_dir, spawner.address) * INCARNATIONS
         self.scaling = ActorScaling(config, run_dir)
         self.incarnations: dict[str, int] = {}  # the newest of every name
@@ -102,7 +104,7 @@ class Supervisor:
     def run(self) -> int:
         """Run to the end; return 0, 128 + the signal that ended it, or the code of a failure.
 
-        A signal does not end a run whose learner has finished.
+        A signal does not end a run whose learner has finished. Raises NodeDrained.
         """
         with handled_by(self.signals.append):
             try:
@@ -115,6 +117,8 @@ class Supervisor:
                 self.end()
         if self.finished():
             return 0
+        if self.drained and not self.signals:
+            raise NodeDrained(self.drained)
         return 128 + (self.signals[0] if self.signals else signal.SIGTERM)
 
     def start(self) -> None:
@@ -247,6 +251,12 @@ class Supervisor:
         """Add actors that are wanted and not there; let those go that are not wanted."""
         present = {child.name: child for child in self.children if child.role == "actor"}
         wanted = [f"actor-{index}" for index in range(self.scaling.wanted(now))]
+        if waiting := self.unplaced():
+            wanted = self.beside(
+                waiting, [present[name] for name in wanted if name in present], now
+            )
+        else:
+            self.room_due = now + PLACE_S
         for name in wanted:
             if name not in present and not self.signals:  # a thousand starts take many seconds
                 self.add("actor", name)
@@ -256,6 +266,27 @@ class Supervisor:
                 present[name].leaves_by = now + self.config.launch.drain_s
                 for process in present[name].processes:
                     process.terminate()
+
+    def unplaced(self) -> list[Handle]:
+        """Return the processes of the learner that wait for their place."""
+        learners = [child for child in self.children if child.role == "learner"]
+        waiting = [one for child in learners if child.due is None for one in child.processes]
+        return [one for one in waiting if not one.pid and one.poll() is None]
+
+    def beside(self, waiting: list[Handle], actors: list[Child], now: float) -> list[str]:
+        """Return the names of the actors that may stay while a learner waits for its place.
+
+        No actor is of use without it: those without a place give up theirs in the queue, and one
+        after the other makes room where the learner may run.
+        """
+        placed = [one for one in actors if one.process.pid]
+        if now >= self.room_due and not any(one.leaves_by is not None for one in placed):
+            hinders = [one for one in placed if self.spawner.hinders(one.process, waiting[0])]
+            if hinders:
+                log.warning("the learner finds no place: %s makes room for it", hinders[-1].name)
+                placed.remove(hinders[-1])
+            self.room_due = now + PLACE_S
+        return [one.name for one in placed]
 
     def let_go(self, child: Child, now: float) -> None:
         """Forget an actor that has left. Kill one that takes too long: its leases expire."""
@@ -311,7 +342,7 @@ class Supervisor:
                 log.warning(
                     "the node of %s is drained: the run ends and can be resumed", child.name
                 )
-                self.drained = True
+                self.drained = child.name
                 return
             for process in child.processes:
                 process.terminate()

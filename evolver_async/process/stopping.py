@@ -18,6 +18,14 @@ class StopSignal(KeyboardInterrupt):
         self.code = 128 + number
 
 
+class NodeDrained(StopSignal):
+    """The end of a launch whose process `name` has no place but a node that is drained."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(signal.SIGTERM)
+        self.args = (f"the drain of the node of {name}",)
+
+
 def raise_stop(number: int) -> None:
     """Raise a signal as a StopSignal; for `handled_by`."""
     raise StopSignal(number)

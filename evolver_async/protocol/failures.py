@@ -30,5 +30,7 @@ class FailureTotal(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fie
     count: Annotated[int, msgspec.Meta(ge=1, le=1 << 53)]
 
     def __str__(self) -> str:
+        if self.kind == "host":  # it is not as the buffer's, and nothing has failed
+            return f"host {self.name} has {self.error}"
         times = "once" if self.count == 1 else f"{self.count:,} times"
         return f"{self.kind.replace('_', ' ')} {self.name} failed {times}, last: {self.error}"

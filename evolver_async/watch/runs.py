@@ -63,11 +63,12 @@ def begin(run_dir: Path) -> None:
 
 
 def end(run_dir: Path, code: int, reason: str = "") -> Ending:
-    """Record the end of the launch: its exit code, and the reason if it failed."""
+    """Record the end of the launch: its exit code, and the reason if it failed or was
+    drained."""
     if code == 0:
         state = "finished"
     elif code in CODES:
-        state, reason = "stopped", signal.Signals(code - 128).name
+        state, reason = "stopped", reason or signal.Signals(code - 128).name
     else:
         state, reason = "failed", reason or _logged_reason(run_dir)
     ending = Ending(state, code, reason, time.time())

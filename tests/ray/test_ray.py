@@ -56,6 +56,7 @@ ONE, TWO = [node("home", CPU=4.0, GPU=2.0)], [node("home", CPU=4.0), node("other
 ELSEWHERE = [node("home", CPU=4.0), node("other", CPU=4.0, GPU=2.0)]
 TCP = "buffer.address=tcp://10.0.0.1:4000"
 KEYS, SHARED = "security.keys=k", "weights.dir=/shared"
+BIG = ["launch.ray.actor_gpus=3"]
 
 
 def weights_at(host: str) -> str:
@@ -101,6 +102,16 @@ def weights_at(host: str) -> str:
         ),
         (TWO, [TCP, KEYS], "weights.kind: shm in /dev/shm belongs to one host"),
         (TWO, [TCP, KEYS, SHARED], ""),
+        (TWO, [TCP, KEYS, SHARED, "policy.path="], "policy.path: the new model of this run"),
+        (TWO, [TCP, KEYS, SHARED, "policy.path=", "launch.ray.shared=true"], ""),
+        (ELSEWHERE, [TCP, KEYS, SHARED, *BIG], "the largest node, host-other, has 4 and 2"),
+        (ELSEWHERE, [TCP, KEYS, SHARED, "launch.ray.actor_cpus=5"], "launch.ray.actor_cpus: an"),
+        (
+            TWO,
+            ["launch.ray.shared=true", TCP, KEYS, weights_at("10.255.255.1")],
+            "weights.address: 10.255.255.1 is no node of the cluster now; name one of these:"
+            " host-home 10.0.0.1, host-other 10.0.0.2",
+        ),
         (TWO, [TCP, KEYS, weights_at("10.0.0.1")], ""),
         (
             TWO,
@@ -128,12 +139,24 @@ def weights_at(host: str) -> str:
 def test_what_these_nodes_cannot_do_is_named(
     nodes: list[dict[str, Any]], changes: list[str], message: str
 ) -> None:
-    config = load(None, ["launch.kind=ray", "stages=[{steps: 1}]", *changes])
+    model = "policy.path=/shared/model"
+    config = load(None, ["launch.kind=ray", "stages=[{steps: 1}]", model, *changes])
     if not message:
         return check(config, nodes, "home")
     with pytest.raises(ConfigError, match=re.escape(message)):
         check(config, nodes, "home")
     return None
+
+
+def test_an_autoscaler_may_bring_what_an_actor_asks_for() -> None:
+    asked = ["launch.kind=ray", "stages=[{steps: 1}]", "policy.path=/shared/model", *BIG]
+    config = load(None, [*asked, TCP, KEYS, SHARED])
+    check(config, ELSEWHERE, "home", {"CPU": 64, "GPU": 8})
+
+
+def test_an_address_of_this_machine_may_be_one_that_ray_does_not_know() -> None:
+    asked = ["launch.kind=ray", "stages=[{steps: 1}]", weights_at("127.0.0.1")]
+    check(load(None, asked), ONE, "home")
 
 
 @pytest.mark.parametrize(
@@ -388,6 +411,7 @@ def test_a_resumed_run_goes_on_with_two_ranks_in_one_placement_group(
     ("changes", "message"),
     [
         (["launch.ray.address=auto"], "launch.ray.address: auto: "),
+        (["launch.ray.address=auto"], "RAY_AUTH_MODE=token"),
         (
             ["launch.ray.runtime_env={env_vars: {MY_TOKEN: x}}"],
             "launch.ray.runtime_env: env_vars.MY_TOKEN looks like a secret",

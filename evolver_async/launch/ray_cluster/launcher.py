@@ -2,11 +2,14 @@
 
 import logging
 import os
+import socket
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import ray  # pyright: ignore[reportMissingImports]
+from ray._private.state import state  # pyright: ignore[reportMissingImports]
 
 from evolver_async.config import Config, ConfigError
 from evolver_async.config.secrets import looks_secret
@@ -18,6 +21,12 @@ from evolver_async.process.addresses import make_weights_dir
 from evolver_async.process.private_directories import PREFIX, Claim, claim, sweep
 from evolver_async.transport.addresses import EVERYWHERE
 
+AUTHENTICATION = (
+    "if the cluster runs, its authentication may differ: `ray start --head` switches tokens on"
+    " where ~/.ray/auth_token exists. Set RAY_AUTH_MODE=token here and on every node, with the"
+    " token of `ray get-auth-token` on the head in ~/.ray/auth_token or RAY_AUTH_TOKEN; or"
+    " RAY_AUTH_MODE=disabled everywhere"
+)
 STARTS = 3  # of a Ray instance of its own, on a busy machine
 
 log = logging.getLogger(__name__)
@@ -30,7 +39,7 @@ def run(config: Config, run_dir: Path) -> int:
         connect(config)
         nodes = [node for node in ray.nodes() if node["Alive"]]
         home = home_of(config, nodes)
-        check(config, nodes, home)
+        check(config, nodes, home, state.get_max_resources_from_cluster_config())
         learner_home = learner_home_of(config, nodes, home)
         for parent in (Path(config.weights.dir), Path(tempfile.gettempdir())):
             sweep(parent)
@@ -77,7 +86,8 @@ def connect(config: Config) -> None:
         ) as error:  # Ray gives its own instance 30 s, and raises no class of its own
             said = " ".join(str(error).split())
             if "timed out" not in said or attempt + 1 == STARTS:
-                raise ConfigError(f"launch.ray.address: {asked.address}: {said}") from None
+                hint = f"; {AUTHENTICATION}" if asked.address != "local" else ""
+                raise ConfigError(f"launch.ray.address: {asked.address}: {said}{hint}") from None
             log.warning("Ray did not start, and is started again: %s", said)
             ray.shutdown()
 
@@ -93,10 +103,22 @@ def demand(config: Config) -> tuple[float, float]:
     return cpus, actors * asked.actor_gpus + ranks * asked.learner_gpus
 
 
-def check(config: Config, nodes: list[dict[str, Any]], home: str) -> None:
-    """Raise ConfigError for what cannot work on these nodes, of which `home` is the buffer's."""
+def check(
+    config: Config,
+    nodes: list[dict[str, Any]],
+    home: str,
+    growth: Mapping[str, float] | None = None,
+) -> None:
+    """Raise ConfigError for what cannot work on these nodes, of which `home` is the buffer's.
+
+    `growth`: the most of every resource that an autoscaler may bring; None without one.
+    """
     asked = config.launch.ray
     _check_learner(config, nodes, home)
+    if growth is None:
+        _check_actors(config, nodes)
+    _check_weights(config, nodes)
+    _check_policy(config, nodes)
     if len(nodes) == 1 and not asked.address.startswith("ray://"):
         return
     where = f"{len(nodes)} nodes" if len(nodes) > 1 else asked.address
@@ -123,6 +145,62 @@ def check(config: Config, nodes: list[dict[str, Any]], home: str) -> None:
         raise ConfigError(
             f"weights.kind: shm in {config.weights.dir} belongs to one host: processes on {where}"
             " need collective, or a weights.dir that all of them see"
+        )
+
+
+def _check_actors(config: Config, nodes: list[dict[str, Any]]) -> None:
+    """Raise ConfigError unless some node has, when it is idle, what one actor asks for."""
+    asked = {"CPU": config.launch.ray.actor_cpus, "GPU": config.launch.ray.actor_gpus}
+    has = [{name: one["Resources"].get(name, 0.0) for name in asked} for one in nodes]
+    if any(all(one[name] >= asked[name] for name in asked) for one in has):
+        return
+    largest = max(range(len(nodes)), key=lambda index: (has[index]["GPU"], has[index]["CPU"]))
+    key = "actor_gpus" if asked["GPU"] > has[largest]["GPU"] else "actor_cpus"
+    raise ConfigError(
+        f"launch.ray.{key}: an actor asks for {asked['CPU']:g} CPUs and {asked['GPU']:g} GPUs, and"
+        f" the largest node, {nodes[largest]['NodeManagerHostname']}, has"
+        f" {has[largest]['CPU']:g} and {has[largest]['GPU']:g}; no autoscaler brings a larger one"
+    )
+
+
+def _check_weights(config: Config, nodes: list[dict[str, Any]]) -> None:
+    """Raise ConfigError if the address of the weights belongs to no node, as to one that is gone.
+
+    It may be another address of this node than the one that Ray knows.
+    """
+    if not config.weights.address or config.launch.ray.address.startswith("ray://"):
+        return
+    host, _ = host_and_port(config.weights.address)
+    if not _at(host, nodes) and not _is_here(host):
+        known = ", ".join(
+            sorted(f"{one['NodeManagerHostname']} {one['NodeManagerAddress']}" for one in nodes)
+        )
+        raise ConfigError(
+            f"weights.address: {host} is no node of the cluster now; name one of these: {known}"
+        )
+
+
+def _is_here(host: str) -> bool:
+    """Return True if `host` is an address or a name of this machine."""
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind) as one:
+            one.bind(address)
+    except OSError:
+        return False
+    return True
+
+
+def _check_policy(config: Config, nodes: list[dict[str, Any]]) -> None:
+    """Raise ConfigError if the policy lies in run.dir, which other hosts need not see."""
+    run_dir = Path(config.run.dir) / config.run.name
+    several = len({node["NodeManagerAddress"] for node in nodes}) > 1
+    inside = not config.policy.path or Path(config.policy.path).is_relative_to(run_dir)
+    if several and inside and not config.launch.ray.shared:
+        raise ConfigError(
+            "policy.path: the new model of this run lies in run.dir, and actors on other hosts must"
+            " see it: set launch.ray.shared=true if every host sees run.dir, or policy.path to a"
+            " model that all of them have"
         )
 
 

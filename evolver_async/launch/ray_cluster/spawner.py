@@ -75,6 +75,11 @@ class RaySpawner(Spawner):
         """True for what has one node: others know its address, or its files are there."""
         return bool(self._home_of(role))
 
+    def hinders(self, handle: Handle, waiting: Handle) -> bool:
+        """True if a process runs where the waiting one may."""
+        assert isinstance(handle, RayHandle) and isinstance(waiting, RayHandle)
+        return waiting.home in ("", handle.node)
+
     def lost(self, handle: Handle) -> bool:
         """True if the node of a process that ended is no longer there."""
         assert isinstance(handle, RayHandle)

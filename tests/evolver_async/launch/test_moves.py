@@ -15,6 +15,8 @@ from evolver_async.errors import STOPPED
 from evolver_async.launch import supervisor as supervising
 from evolver_async.launch.child import Child, Handle, Spawner
 from evolver_async.launch.supervisor import RunFailed, Supervisor
+from evolver_async.process.stopping import StopSignal
+from evolver_async.watch import runs
 
 pytestmark = pytest.mark.process
 
@@ -101,6 +103,83 @@ def test_an_actor_leaves_a_place_that_is_drained_and_starts_at_another(
     assert second is not first and second.poll() is None
     assert "actor-0 has left a node that is drained" in caplog.text
     assert actor.restarts == 0 and supervisor.signals == [] and not actor.moves
+
+
+class Waiting:
+    """Handle of a process without a place, until it is given a pid."""
+
+    pid, code = 0, None
+
+    def poll(self) -> int | None:
+        return self.code
+
+    def terminate(self) -> None:
+        self.code = -signal.SIGTERM
+
+    kill = terminate
+
+    def wait(self) -> int:
+        return self.code or 0
+
+
+def names(supervisor: Supervisor, role: str = "actor") -> set[str]:
+    return {one.name for one in supervisor.children if one.role == role and one.leaves_by is None}
+
+
+def test_actors_begin_when_the_learner_has_its_place(supervisor: Supervisor) -> None:
+    supervisor.config.actors.count = supervisor.scaling.count = 2
+    learner = supervisor.add("learner", "learner")
+    placed, learner.process = learner.process, Waiting()
+    supervisor.scale(0.0)
+    assert not names(supervisor)
+    learner.process = placed
+    supervisor.scale(0.0)
+    assert names(supervisor) == {"actor-0", "actor-1"}
+
+
+def test_actors_make_room_for_a_learner_one_after_the_other(
+    supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that wait for a place go at once: they would get what the learner needs."""
+    supervisor.config.actors.count = supervisor.scaling.count = 3
+    learner = supervisor.add("learner", "learner")
+    supervisor.scale(0.0)
+    queued = next(one for one in supervisor.children if one.name == "actor-2")
+    queued.process.kill()
+    queued.process.wait()
+    queued.process = Waiting()
+    placed, learner.process = learner.process, Waiting()
+    supervisor.scale(1.0)
+    assert names(supervisor) == {"actor-0", "actor-1"} and queued.process.poll() is not None
+    supervisor.scale(1.0 + supervising.PLACE_S)
+    assert names(supervisor) == {"actor-0", "actor-1"}, "none of these would help"
+    monkeypatch.setattr(Places, "hinders", lambda *_: True)
+    supervisor.scale(2.0 + 2 * supervising.PLACE_S)
+    assert names(supervisor) == {"actor-0"}
+    supervisor.scale(2.0 + 4 * supervising.PLACE_S)
+    assert names(supervisor) == {"actor-0"}, "one at a time"
+    learner.process = placed
+    for child in [one for one in supervisor.children if one.leaves_by is not None]:
+        child.process.wait()
+        supervisor.supervise(child, 0.0)
+    supervisor.scale(100.0)
+    assert names(supervisor) == {"actor-0", "actor-1", "actor-2"}
+
+
+def test_a_drain_is_told_as_one(
+    supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def start() -> None:
+        supervisor.add("buffer", "buffer")
+        supervisor.spawner.drained = ("buffer",)
+
+    monkeypatch.setattr(supervisor, "start", start)
+    with pytest.raises(StopSignal) as end:
+        supervisor.run()
+    ending = runs.end(tmp_path, end.value.code, str(end.value))
+    assert (ending.state, ending.code) == ("stopped", 143)
+    assert "drain" in ending.text and "buffer" in ending.text
+    assert runs.end(tmp_path, 143).reason == "SIGTERM"
 
 
 def test_a_process_that_is_lost_with_its_node_costs_no_restart(
