@@ -106,7 +106,7 @@ class Beat(Message, tag="beat"):
     processor, or moved data, since its last beat. `phase`: its present activity. `cpu_share`: share
     of its host's processors that it and its descendants used of late. The others are
     the learner's: `step_s` seconds of computation of step `step`, whose passes are done to `share`,
-    in `micro_batches` of `tokens` in all.
+    in `micro_batches` of `tokens` in all; `left_s` more by the pace of those.
     """
 
     role: str
@@ -117,6 +117,7 @@ class Beat(Message, tag="beat"):
     cpu_share: float = 0.0
     step: int = 0
     step_s: float = 0.0
+    left_s: float = 0.0
     share: float = 0.0
     micro_batches: int = 0
     tokens: int = 0
