@@ -299,6 +299,11 @@ def test_the_seconds_of_a_sync_are_a_metric(
     assert counters["buffer/sync_s"] >= 0.02
 
 
+def test_a_host_with_other_versions_has_not_failed() -> None:
+    found = FailureTotal(kind="host", name="gpu-1", error="other versions, torch", count=1)
+    assert "gpu-1" in str(found) and "torch" in str(found) and "failed" not in str(found)
+
+
 def test_a_stall_is_told_once_when_it_begins(tmp_path: Path) -> None:
     world = World(tmp_path / "journal", config(warn_s=5.0, lease_s=1000.0, stall_s=1000.0))
     world.service.run_dir = tmp_path
