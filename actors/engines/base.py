@@ -79,7 +79,7 @@ class Engine(Protocol):
         """Return the log-prob of each token but the first, at temperature 1, computed afresh.
 
         The weights and kernels are those that sample. Raise FloatingPointError if one is not
-        finite.
+        finite, `arrival.EngineLost` if the engine's processes end meanwhile.
         """
         ...
 

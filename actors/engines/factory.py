@@ -12,7 +12,9 @@ from actors.engines.base import Engine
 from actors.engines.torch_engine import TorchEngine
 from actors.weights.source import FetchedWeights, VersionSource
 from evolver_async.config import Config
+from evolver_async.config.shape import shape_of
 from evolver_async.launch.registry import resolve
+from evolver_async.memory.vllm_limits import CPU_KV_BYTES, cpu_kv_bytes
 from evolver_async.model import policy
 from evolver_async.model.precision import load_policy, stored_dtype
 from evolver_async.schema import WeightId
@@ -103,12 +105,14 @@ def _vllm_engine(
         settings = msgspec.structs.replace(settings, base="")  # served beside the base weights
     if adapter is None and tensors is not None:
         tensors = whole(tensors, config.policy, config.policy.decided_dtype)
+    shape = shape_of(config)
     starting = Settings(
         path=config.policy.path,
         dtype=config.policy.decided_dtype,
         directory=config.weights.dir,
         max_length=config.policy.max_length,
         adapter=adapter,
+        cpu_kv_bytes=cpu_kv_bytes(config, shape) if shape else CPU_KV_BYTES,
         **vars(config.engine),
     )
     core = VllmCore(starting, weights, tensors, receiver=settings, name=name)

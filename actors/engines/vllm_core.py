@@ -22,9 +22,11 @@ import msgspec
 from torch import Tensor
 from transformers import AutoConfig
 
+from actors.engines.vllm_failures import first_failure
 from actors.engines.vllm_start import Settings, end, start, while_alive
 from actors.engines.vllm_swap import swap_adapter, swap_weights
 from actors.weights.vllm_channel import WorkerChannel, WorkerStates
+from evolver_async.errors import Unrecoverable
 from evolver_async.model.policy import ModelError, check_shapes, weight_shapes
 from evolver_async.process.private_directories import PREFIX, claim, sweep
 from evolver_async.schema import WeightId
@@ -46,6 +48,10 @@ class EngineDied(RuntimeError):
     """Crash of vLLM beyond `engine.restarts`, or a call after shutdown."""
 
 
+class EngineUseless(Unrecoverable):
+    """Crashes of vLLM beyond `engine.restarts`, none of which let a single turn end."""
+
+
 class VllmCore:
     """Owner of an AsyncLLM, and the source of its weights; see `weights.source.VersionSource`.
 
@@ -54,7 +60,8 @@ class VllmCore:
     one. With `settings.adapter` versions are adapters. `name`: the actor's. Token ids are below
     `vocabulary`. `pause_s`: seconds for which the last update paused generation; `updates`: number
     of updates; `restarts`: number of restarts; `keeps_kv`: updates leave the KV cache as it is;
-    `broken`: set by the caller if the current weights gave a log-prob that is not finite. A start
+    `broken`: set by the caller if the current weights gave a log-prob that is not finite;
+    `served`: set by it once a turn has ended. A start
     takes half a minute. Raise ConfigError for settings or a model that vLLM refuses.
     """
 
@@ -73,6 +80,7 @@ class VllmCore:
         self.adapter = settings.adapter
         self.pause_s = 0.0
         self.broken = False
+        self.served = False
         self._settings = settings
         model = AutoConfig.from_pretrained(settings.path, local_files_only=True)
         self.vocabulary: int = model.vocab_size
@@ -239,12 +247,16 @@ class VllmCore:
     async def _start_again(self) -> "AsyncLLM":
         if self._llm is not None:
             self.lose(self._llm)
+        cause = first_failure(self._states.directory) or "it logged no error, as if killed"
         if self.restarts >= self._settings.restarts:
-            raise EngineDied(f"vLLM has died {self.restarts + 1} times (engine.restarts)")
+            died = f"vLLM has died {self.restarts + 1} times (engine.restarts)"
+            if not self.served:
+                raise EngineUseless(f"engine.kind: {died} before its first turn had ended: {cause}")
+            raise EngineDied(f"{died}: {cause}")
         self.restarts += 1
         log.error(
-            "vLLM has died: it is restarted with weights %s (%d of %d restarts)",
-            *(self.weights, self.restarts, self._settings.restarts),
+            "vLLM has died (%s): it is restarted with weights %s (%d of %d restarts)",
+            *(cause, self.weights, self.restarts, self._settings.restarts),
         )
         self._states = self._new_states()
         try:

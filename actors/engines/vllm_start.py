@@ -15,14 +15,13 @@ from actors.engines.vllm_failures import first_failure
 from actors.engines.vllm_lora import ADAPTER, Adapter
 from actors.weights.vllm_channel import WorkerChannel
 from evolver_async.config import ConfigError, EngineConfig
+from evolver_async.memory.vllm_limits import CPU_BLOCK, CPU_KV_BYTES
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM  # pyright: ignore[reportMissingImports]
 
 log = logging.getLogger(__name__)
 
-CPU_KV_BYTES = 128 << 20
-CPU_BLOCK = 32  # tokens per block of KV; the minimum of vLLM's CPU kernels
 EXTENSION = "actors.engines.vllm_weights.WorkerExtension"
 POLL_S = 0.2  # interval at which a call checks that vLLM is alive
 DEATH_POLLS = 15  # until a failed call counts as refused by a vLLM that lives
@@ -45,7 +44,8 @@ class Settings(EngineConfig):
     """Settings of vLLM; `config.EngineConfig` and `config.PolicyConfig` document them.
 
     `directory`: directory in shared memory, in which a private one is made. `adapter`: the adapter
-    whose tensors updates bring; None if they bring whole weights.
+    whose tensors updates bring; None if they bring whole weights. `cpu_kv_bytes`: size of the KV
+    cache of each worker on a CPU.
     """
 
     path: str
@@ -53,6 +53,7 @@ class Settings(EngineConfig):
     directory: str
     max_length: int
     adapter: Adapter | None = None
+    cpu_kv_bytes: int = CPU_KV_BYTES
 
 
 def set_environment() -> None:
@@ -93,7 +94,8 @@ def start(settings: Settings, channel: WorkerChannel) -> "AsyncLLM":
         max_num_batched_tokens=max(settings.prefill_tokens, settings.max_length if on_cpu else 0),
         tensor_parallel_size=settings.tensor_parallel,
         gpu_memory_utilization=settings.memory,
-        kv_cache_memory_bytes=settings.kv_cache_bytes or (CPU_KV_BYTES if on_cpu else None),
+        kv_cache_memory_bytes=settings.kv_cache_bytes
+        or (settings.cpu_kv_bytes if on_cpu else None),
         block_size=CPU_BLOCK if on_cpu else None,
         enforce_eager=eager,
         enable_prefix_caching=True,
@@ -101,7 +103,7 @@ def start(settings: Settings, channel: WorkerChannel) -> "AsyncLLM":
         stream_interval=STREAM_INTERVAL,
         weight_transfer_config={"backend": BACKEND},
         worker_extension_cls=EXTENSION,
-        **(settings.adapter.arguments() if settings.adapter else {}),
+        **(settings.adapter.arguments(settings.path) if settings.adapter else {}),
         disable_log_stats=True,
         generation_config="vllm",
     )

@@ -19,6 +19,7 @@ from evolver_async.extension import is_own
 from evolver_async.memory.bounds import CRITICS, MAX_COPIED
 from evolver_async.memory.passes import activation_bytes, logits_bytes, prefill_bytes
 from evolver_async.memory.units import DTYPE_BYTES, FLOAT, MIB, stored
+from evolver_async.memory.vllm_limits import cpu_kv_bytes
 
 PREFILL = "prefill"  # held while an engine computes: in a serial run one at a time
 MERGED = "merged weights"  # of an engine on a CPU
@@ -267,9 +268,9 @@ def _kv_key(config: Config) -> str:
 
 
 def kv_bytes(config: Config, shape: DecoderShape) -> float:
-    """Bytes of an engine's KV cache on the CPU; vLLM takes 128 MiB unless told otherwise."""
+    """Bytes of an engine's KV cache on the CPU, in vLLM of all its workers."""
     if config.engine.kind == "vllm":
-        return config.engine.kv_cache_bytes or 128 * MIB
+        return config.engine.tensor_parallel * cpu_kv_bytes(config, shape)
     columns = config.engine.slots * (config.policy.max_length + 1)
     return 2 * columns * shape.layers * shape.keys * DTYPE_BYTES[config.policy.decided_dtype]
 

@@ -192,8 +192,8 @@ class Upload:
 
     def _save(self, after_s: float = 0.0) -> None:
         if time.monotonic() - self.saved >= after_s:
-            self.saved = time.monotonic()
             write_state(self.run_dir, self.state)
+            self.saved = time.monotonic()
 
     def finish(self) -> None:
         """Wait until W&B has everything."""

@@ -17,8 +17,8 @@ from vllm_engines import TOKENIZER, engine_of, lend, make_model, save, settings
 from actors.engines.base import Generation
 from actors.engines.vllm_core import EngineDied, VllmCore
 from actors.engines.vllm_engine import VllmEngine
-from actors.engines.vllm_start import CPU_BLOCK
 from evolver_async.config import ConfigError
+from evolver_async.memory.vllm_limits import CPU_BLOCK
 from evolver_async.model.policy import ModelError
 from evolver_async.process.private_directories import PREFIX, claim
 from evolver_async.weights.channel.base import WeightsCorrupt, WeightsGone

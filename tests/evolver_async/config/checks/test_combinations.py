@@ -26,6 +26,13 @@ from learner.data.selection import spread
         (["actors.count=0"], "actors.count: must be at least 1"),
         (["checkpoint.keep=1"], "checkpoint.keep: must be at least 2"),
         (["rollout.temperature=0"], "rollout.temperature: must be greater than 0"),
+        (["rollout.temperature=2.1", "engine.kind=vllm"], "rollout.temperature: must be at least "),
+        (["eval.temperature=3", "engine.kind=vllm"], "eval.temperature: must be at least "),
+        (["eval.sets.a.temperature=3", "engine.kind=vllm"], "eval.sets.a.temperature: must be "),
+        (
+            ["questioning={kind: goals, temperature: 2.1}", "engine.kind=vllm"],
+            "questioning.temperature: must be at least ",
+        ),
         (["buffer.reuse=6"], "buffer.reuse: must be at most buffer.max_staleness + 1"),
         (["buffer.max_staleness=2", "actors.weight_lag=2", "buffer.reuse=2"], "buffer.reuse: "),
         (["buffer.max_ready=0.5"], "buffer.max_ready: must be 0 or at least 1, is 0.5"),
