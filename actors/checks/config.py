@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from actors.endpoint.runner import load_agent
+from actors.engines.vllm_options import problems
 from actors.envs import base
 from actors.formats.tool_calls import CODE_TOOL
 from actors.formats.turns import FORMATS, THOUGHTFUL, extractor
@@ -50,6 +51,8 @@ def check(config: Config) -> None:
                 "engine.kind: vllm is not installed: pip install 'evolver-async[gpu]', or for CPU"
                 " see docs/scaling.md, Engines"
             )
+        for key, problem in problems(config.engine):
+            raise ConfigError(f"{key}: {problem}")
     if config.experience.kind != "none" and importlib.util.find_spec("faiss") is None:
         raise ValueError(
             f"experience.kind: {config.experience.kind} needs faiss, which is not installed: run"

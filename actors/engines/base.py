@@ -90,5 +90,7 @@ class Engine(Protocol):
         """Return totals since the start: tokens `generated`, `prefilled`, `reused`; `busy_s`.
 
         `stale`: generated tokens that attended to KV of older weights, with `in_flight` keep_kv.
+        An engine in processes of its own adds `pause_s` of updates, `restarts`, `preemptions`, and
+        what holds now: requests that are `waiting`, `kv_use` of its cache.
         """
         ...

@@ -1,6 +1,7 @@
 """Factory of the configured engine, for actors and for evaluation."""
 
 import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -44,18 +45,18 @@ def load_engine(
 
 
 def follow_weights(
-    config: Config, address: str, name: str
+    config: Config, address: str, name: str, tell: Callable[[str], None] | None = None
 ) -> tuple[Engine, VersionSource, PreTrainedTokenizerBase]:
     """Return an engine without weights, the source of its weights, and its tokenizer.
 
-    `address`: that of the weight channel. `name`: the actor's. Set the number of torch's threads
-    to `engine.threads`.
+    `address`: that of the weight channel. `name`: the actor's. `tell` is given the cause of every
+    death of an engine's processes. Set the number of torch's threads to `engine.threads`.
     """
     torch.set_num_threads(config.engine.threads)
     tokenizer = policy.load_tokenizer(config.policy.path)
     settings = receiver_settings(config, address)
     if config.engine.kind == "vllm":
-        engine = _vllm_engine(config, None, None, settings, name)
+        engine = _vllm_engine(config, None, None, settings, name, tell)
         return engine, engine, tokenizer
     # Steps of a serial run do not depend on the machine's speed.
     forward_s = math.inf if config.launch.kind == "serial" else FORWARD_S
@@ -92,6 +93,7 @@ def _vllm_engine(
     tensors: dict[str, Tensor] | None,
     settings: ReceiverSettings | None = None,
     name: str = "engine",
+    tell: Callable[[str], None] | None = None,
 ) -> "VllmEngine":
     resolve("actors.engines.vllm_core:VllmCore")  # the first import, without garbage collections
     from actors.engines.vllm_core import VllmCore
@@ -115,7 +117,7 @@ def _vllm_engine(
         cpu_kv_bytes=cpu_kv_bytes(config, shape) if shape else CPU_KV_BYTES,
         **vars(config.engine),
     )
-    core = VllmCore(starting, weights, tensors, receiver=settings, name=name)
+    core = VllmCore(starting, weights, tensors, receiver=settings, name=name, tell=tell)
     return VllmEngine(
         core,
         vocabulary=core.vocabulary,

@@ -159,7 +159,15 @@ class VllmEngine:
 
     def stats(self) -> dict[str, float]:
         running_s = time.perf_counter() - self._since if self._sampling else 0.0
-        return self._stats | {"busy_s": self._stats["busy_s"] + running_s}
+        core, usage = self.core, self.core.usage
+        return self._stats | {
+            "busy_s": self._stats["busy_s"] + running_s,
+            "pause_s": core.paused_s,
+            "restarts": float(core.restarts),
+            "preemptions": float(usage.preemptions),
+            "waiting": float(usage.waiting),
+            "kv_use": usage.kv_use,
+        }
 
     @contextlib.asynccontextmanager
     async def _admission(self) -> AsyncIterator[None]:

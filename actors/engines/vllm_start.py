@@ -13,6 +13,7 @@ import msgspec
 
 from actors.engines.vllm_failures import first_failure
 from actors.engines.vllm_lora import ADAPTER, Adapter
+from actors.engines.vllm_usage import EngineUsage
 from actors.weights.vllm_channel import WorkerChannel
 from evolver_async.config import ConfigError, EngineConfig
 from evolver_async.memory.vllm_limits import CPU_BLOCK, CPU_KV_BYTES
@@ -62,10 +63,11 @@ def set_environment() -> None:
         os.environ.setdefault(name, value)
 
 
-def start(settings: Settings, channel: WorkerChannel) -> "AsyncLLM":
+def start(settings: Settings, channel: WorkerChannel, usage: EngineUsage) -> "AsyncLLM":
     """Start vLLM with the weights of the policy directory, in processes that end with this one.
 
     The workers receive versions from `channel` once they are told to join it (`open_channel`).
+    `usage` is kept up to date.
     Raise ConfigError if this build of vLLM does not support `settings.device`, or refuses the
     settings or the model; RuntimeError, with its processes' own reason, if they cannot start.
     """
@@ -106,13 +108,14 @@ def start(settings: Settings, channel: WorkerChannel) -> "AsyncLLM":
         **(settings.adapter.arguments(settings.path) if settings.adapter else {}),
         disable_log_stats=True,
         generation_config="vllm",
+        **settings.options,
     )
     with _starting:
         os.environ[OWNER] = str(os.getpid())
         os.environ[CHANNEL] = msgspec.json.encode(channel).decode()
         os.environ[ADAPTER] = msgspec.json.encode(settings.adapter).decode()
         try:
-            return AsyncLLM.from_engine_args(arguments)
+            return AsyncLLM.from_engine_args(arguments, stat_loggers=[lambda *_: usage])  # pyright: ignore
         except ValueError as error:
             if UNINSPECTED in (reason := _reason(error)):
                 raise RuntimeError(f"vLLM's processes have failed: {reason}") from error

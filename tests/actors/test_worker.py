@@ -22,11 +22,13 @@ from actors.engines.base import Generation, Request
 from actors.envs.adapters.service_client import drain
 from actors.postprocess import ActorComponents
 from actors.progress import TicketProgress, renewal
+from actors.reporter import ENGINE
 from actors.rollout import episode
 from actors.worker import ActorReplaced
 from evolver_async.buffer.state.leases import Leases
 from evolver_async.config import StageConfig
 from evolver_async.config.load import dump, load
+from evolver_async.errors import Unrecoverable
 from evolver_async.launch.serial import VirtualLoop
 from evolver_async.model.tokenizer import ModelError, tokenizer_hash
 from evolver_async.protocol import messages
@@ -114,6 +116,29 @@ def test_a_failing_engine_ends_the_worker_and_other_tickets_are_given_back(
     assert caught.group_contains(FloatingPointError)
     reasons = {release.group_id: release.reason for release in buffer.seen(messages.Release)}
     assert reasons[0] == "error"
+
+
+def test_an_engine_that_no_restart_would_mend_ends_the_worker_with_its_own_error(
+    run: Callable[..., None],
+) -> None:
+    with pytest.raises(Unrecoverable, match=r"^engine\.kind: "):
+        run(Buffer((0.0, granted())), Walker(Unrecoverable("engine.kind: died"), pause_s=0.0), 60.0)
+
+
+def test_use_and_restarts_of_an_engine_in_processes_of_its_own_are_reported(
+    tmp_path: Path,
+) -> None:
+    class InProcesses(Walker):
+        def stats(self) -> dict[str, float]:
+            return super().stats() | dict.fromkeys(ENGINE, 2.0)
+
+    for engine, reported in ((Walker(), False), (InProcesses(), True)):
+        publisher = ShmPublisher(tmp_path / f"w{reported}", background=False)
+        buffer = Buffer()
+        worker = worker_of(buffer, engine, publisher)  # type: ignore[arg-type]
+        asyncio.run(worker.reporter.send(None))
+        sent = [one.values for one in buffer.seen(messages.Counters)]
+        assert ([one.get("engine/restarts") for one in sent] == [2.0]) == reported
 
 
 def test_what_was_sampled_never_falls_while_the_policy_judges(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from engine_conformance import V0, V1, V2, request
 
 from actors.engines.base import Generation
 from actors.engines.vllm_engine import VllmEngine
+from actors.engines.vllm_usage import EngineUsage
 from actors.weights.arrival import EngineLost
 from evolver_async.schema import WeightId
 
@@ -29,7 +30,7 @@ class StandIn:
         self.weights, self.updates, self.served = V0, 0, False
         self.serving, self.swapping, self.paused = (asyncio.Event() for _ in range(3))
         self.salts: list[str] = []
-        self.lost = 0
+        self.lost, self.restarts, self.paused_s, self.usage = 0, 0, 0.0, EngineUsage()
 
     async def ready(self) -> "StandIn":
         return self

@@ -33,6 +33,8 @@ def engine(config: Config) -> Iterator[tuple[str, str]]:
         )
         yield "engine.merge_lora", f"must be false: {reason}"
     if engine.kind == "torch":
+        if engine.options:
+            yield "engine.options", "must be empty: they are arguments of engine.kind=vllm"
         if engine.tensor_parallel != 1:
             reason = "with engine.kind=torch one process holds the whole model"
             yield "engine.tensor_parallel", f"must be 1: {reason}"

@@ -114,6 +114,10 @@ class EngineConfig:
     # vllm: merge adapters into whole weights in the actor, instead of serving them unmerged
     merge_lora: bool = False
     restarts: int = 3  # vllm: restarts of a dead engine by its actor
+    # vllm: further arguments of its engine (EngineArgs), by name
+    options: dict[str, Any] = field(default_factory=dict)
+    # vllm: accept options under which log-probs or seeds are not exact, as quantization
+    inexact: bool = False
 
 
 @dataclass

@@ -42,7 +42,7 @@ class FakeLlm:
 
 def core_of(llm: FakeLlm) -> VllmCore:
     core = object.__new__(VllmCore)
-    core._llm, core._settled = llm, True  # type: ignore[assignment]
+    core._llm, core._settled, core._directory = llm, True, Path("/nowhere")  # type: ignore[assignment]
     return core
 
 
@@ -77,6 +77,8 @@ def test_the_last_death_names_its_cause_and_ends_the_run_if_no_turn_ever_ended(
     core.__dict__ |= {"_llm": None, "_settled": False, "_recovery": None, "_closed": False}
     core.__dict__ |= {"weights": None, "restarts": 0, "served": served, "_states": states}
     core._settings, starts = SimpleNamespace(restarts=2), list[int]()
+    told = list[str]()
+    core._tell = told.append
 
     def fail() -> None:
         starts.append(1)
@@ -87,4 +89,4 @@ def test_the_last_death_names_its_cause_and_ends_the_run_if_no_turn_ever_ended(
     (tmp_path / FILE).write_text("ValueError: no kernel for 7 bits")
     with pytest.raises(kind, match=r"3 times \(engine\.restarts\).*no kernel for 7 bits"):
         asyncio.run(core.ready())
-    assert len(starts) == 2
+    assert len(starts) == 2 and len(told) == 3

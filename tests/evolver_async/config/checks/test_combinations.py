@@ -26,6 +26,7 @@ from learner.data.selection import spread
         (["actors.count=0"], "actors.count: must be at least 1"),
         (["checkpoint.keep=1"], "checkpoint.keep: must be at least 2"),
         (["rollout.temperature=0"], "rollout.temperature: must be greater than 0"),
+        (["engine.options.seed=1"], "engine.options: must be empty"),
         (["rollout.temperature=2.1", "engine.kind=vllm"], "rollout.temperature: must be at least "),
         (["eval.temperature=3", "engine.kind=vllm"], "eval.temperature: must be at least "),
         (["eval.sets.a.temperature=3", "engine.kind=vllm"], "eval.sets.a.temperature: must be "),
