@@ -66,8 +66,8 @@ class VllmCore:
     last update paused generation; `paused_s`: all updates; `updates`: number of updates;
     `restarts`: number of restarts; `keeps_kv`: updates leave the KV cache as it is;
     `broken`: set by the caller if the current weights gave a log-prob that is not finite;
-    `served`: set by it once a turn has ended. A start
-    takes half a minute. Raise ConfigError for settings or a model that vLLM refuses.
+    `served`: set by it once a turn has ended. A start takes half a minute. Raise ConfigError for
+    settings or a model that vLLM refuses.
     """
 
     def __init__(

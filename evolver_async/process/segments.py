@@ -46,8 +46,9 @@ def remove(names: Iterable[str]) -> None:
 
 
 def note(directory: Path, names: Iterable[str]) -> None:
-    """Write the names of segments into a private directory."""
-    (directory / FILE).write_text("\n".join(sorted(names)))
+    """Write the names of segments into a private directory; a full disk costs them."""
+    with suppress(OSError):
+        (directory / FILE).write_text("\n".join(sorted(names)))
 
 
 def remove_noted(directory: Path) -> None:
