@@ -1,4 +1,4 @@
-"""View of the newest saved evaluation: its episodes, with the end of the prompt and the reply. Pure."""
+"""View of the newest saved evaluation: episodes, each with its prompt's end and its reply. Pure."""
 
 from rich.text import Text
 
