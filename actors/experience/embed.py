@@ -1,24 +1,19 @@
 """Embedding of texts as vectors whose inner product is their similarity.
 
-Either by hashed n-grams of words, which need no model and are equal on every machine, or by a model
-in a local sentence-transformers directory (`actors/engines/embedder.py`), by an endpoint
-(`embedding_endpoint.py`), or by a user's function.
-For the n-grams each character counts as a word where a script writes no spaces between words.
+By hashed n-grams of words, which need no model and are equal on every machine, or by a user's
+function. Further embedders: by a model in a local sentence-transformers directory
+(`actors/engines/embedder.py`), and by an endpoint (`embedding_endpoint.py`); `embedders.py` loads
+the configured one. For the n-grams each character counts as a word where a script writes no spaces
+between words.
 """
 
-import importlib
-import logging
 import re
 import zlib
 from typing import Protocol
 
 import numpy as np
 
-from actors.failures import FailureCounts
-from evolver_async.config import ExperienceConfig
-from evolver_async.config.secrets import mask
-from evolver_async.extension import imported, is_own, noted
-from evolver_async.protocol.failures import FailureKind
+from evolver_async.extension import imported, noted
 
 DIMENSIONS = 256
 NGRAM = 3  # words
@@ -29,18 +24,6 @@ SPACELESS = (
 )
 WORD = re.compile(rf"[{SPACELESS}]|[^\W{SPACELESS}]+|[^\w\s]")
 KEY = "experience.embedder"
-ENDPOINT = "endpoint"
-DEDUP_HASH, DEDUP_NEURAL = 0.95, 0.5  # texts with at least this cosine are duplicates
-
-log = logging.getLogger(__name__)
-
-
-class EmbedderDown(ValueError):
-    """No embedder for now: its endpoint gives no vectors."""
-
-
-class EmbedFailed(ValueError):
-    """Failure to embed some texts, which has been counted and logged."""
 
 
 class Embedder(Protocol):
@@ -92,30 +75,6 @@ def embed(texts: list[str], dimensions: int = DIMENSIONS) -> np.ndarray:
     return of_length_one(vectors)
 
 
-class CountedEmbedder:
-    """Embedder whose failures, of any kind, are counted under `failures`, logged, and raised as
-    EmbedFailed: texts without a vector must not end their process."""
-
-    def __init__(
-        self, embedder: Embedder, failures: FailureCounts, kind: FailureKind = "experience"
-    ) -> None:
-        self.name, self.dimensions = embedder.name, embedder.dimensions
-        self.failed = 0
-        self._embedder, self._failures, self._kind = embedder, failures, kind
-
-    def embed(self, texts: list[str]) -> np.ndarray:
-        """Return float32[n, d], as `Embedder`. Raise EmbedFailed."""
-        try:
-            return self._embedder.embed(texts)
-        except Exception as error:  # of a library, or a user's code, which can raise anything
-            problem = " ".join(f"{type(error).__name__}: {error}".split())
-            self._failures.note(self._kind, KEY, problem)
-            self.failed += 1
-            if self.failed & (self.failed - 1) == 0:  # 1, 2, 4, 8 …
-                log.warning("%s has failed %d times, the last: %s", KEY, self.failed, mask(problem))
-            raise EmbedFailed(f"{KEY}: {problem}") from error
-
-
 class OwnEmbedder:
     """Embedder by a user's function: a list of texts → one vector a text, of any length.
 
@@ -149,21 +108,3 @@ def of_length_one(vectors: np.ndarray) -> np.ndarray:
     """Scale rows to length 1 in place; those of 0 stay."""
     lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
     return np.divide(vectors, lengths, out=vectors, where=lengths > 0)
-
-
-def load_embedder(config: ExperienceConfig) -> tuple[Embedder, float]:
-    """Load the configured embedder and its cosine from which two texts are duplicates.
-
-    Raise ValueError, which names `experience.embedder`, if its directory holds no model, or if the
-    user's function or the endpoint returns no vectors; EmbedderDown in the last case.
-    """
-    if config.embedder == "hash":
-        return HashEmbedder(config.dimensions), config.dedup or DEDUP_HASH
-    if is_own(config.embedder):
-        return OwnEmbedder(config.embedder), config.dedup or DEDUP_NEURAL
-    if config.embedder == ENDPOINT:
-        module = importlib.import_module("actors.experience.embedding_endpoint")
-        return module.EndpointEmbedder(config.embedding), config.dedup or DEDUP_NEURAL
-    # imported here, as a service without a model needs no torch
-    module = importlib.import_module("actors.engines.embedder")
-    return module.load(config.embedder), config.dedup or DEDUP_NEURAL

@@ -11,13 +11,18 @@ import httpx
 import msgspec
 import numpy as np
 
-from actors.experience.embed import ENDPOINT, KEY, EmbedderDown, of_length_one
+from actors.experience.embed import KEY, of_length_one
 from actors.llm.budget import Breaker
 from actors.llm.client import Unavailable, authorization, status_failure
 from evolver_async.config import EmbeddingConfig
 
+ENDPOINT = "endpoint"  # value of `experience.embedder`
 SECTION = "experience.embedding"
 BATCH = 64  # texts of one call
+
+
+class EmbedderDown(ValueError):
+    """No embedder for now: its endpoint gives no vectors."""
 
 
 class _Row(msgspec.Struct):

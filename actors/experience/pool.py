@@ -15,7 +15,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from actors.experience.embed import CountedEmbedder, Embedder, EmbedFailed
+from actors.experience.embed import Embedder
+from actors.experience.embedders import CountedEmbedder, EmbedFailed
 from actors.experience.index import Near, VectorIndex, cosine_steps, least_cosine, rank
 from actors.experience.store import ExperienceEntry, Store
 from actors.experience.successes import SuccessMemory

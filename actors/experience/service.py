@@ -20,7 +20,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from actors.experience.contrast import contrast_items
-from actors.experience.embed import KEY, EmbedderDown, EmbedFailed, load_embedder
+from actors.experience.embed import KEY
+from actors.experience.embedders import EmbedFailed, load_embedder
+from actors.experience.embedding_endpoint import EmbedderDown
 from actors.experience.lesson_extractor import LessonExtractor
 from actors.experience.pool import ExperiencePool
 from actors.experience.store import FILE, ExperienceEntry, Store
@@ -29,7 +31,6 @@ from actors.failures import FailureCounts
 from actors.llm.client import Endpoint
 from evolver_async.config import Config, ExperienceConfig
 from evolver_async.config.load import load_written
-from evolver_async.config.secrets import mask
 from evolver_async.metrics.alerts import alert
 from evolver_async.process.addresses import experience_address
 from evolver_async.process.garbage import collect_rarely, give_back_memory
@@ -289,7 +290,7 @@ def _built(
         except (EmbedderDown, EmbedFailed) as error:
             failures.note("experience", KEY, str(error))
             reporter.report(messages.Counters(values={}, failures=failures.totals()))
-            log.warning("episodes go unguided until texts can be embedded: %s", mask(str(error)))
+            log.warning("episodes go unguided until texts can be embedded: %s", error)
             stop.wait(DOWN_S)
     return None
 

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
-from actors.experience.embed import Embedder, EmbedFailed
+from actors.experience.embed import Embedder
+from actors.experience.embedders import EmbedFailed
 from actors.experience.index import cosine_steps
 from actors.experience.store import Store
 from evolver_async.protocol.transcripts import Transcript

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 import msgspec
 import numpy as np
 
-from actors.experience.embed import Embedder, EmbedFailed, words_of
+from actors.experience.embed import Embedder, words_of
+from actors.experience.embedders import EmbedFailed
 from actors.questioning.replay import ReplayedEpisode
 from actors.questioning.synthesize import Candidate
 from evolver_async.buffer.tasks.stream import MAX_BYTES

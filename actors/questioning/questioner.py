@@ -16,7 +16,8 @@ import msgspec
 
 from actors.engines.base import Engine
 from actors.envs.base import EnvironmentFailure
-from actors.experience.embed import CountedEmbedder, Embedder, HashEmbedder, load_embedder
+from actors.experience.embed import Embedder, HashEmbedder
+from actors.experience.embedders import CountedEmbedder, load_embedder
 from actors.failures import FailureCounts
 from actors.llm.client import Endpoint, Unavailable
 from actors.llm.json_client import JsonClient

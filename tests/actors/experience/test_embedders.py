@@ -24,10 +24,10 @@ from openai_server import (
 )
 
 from actors.checks.config import check
-from actors.experience import embed as embedders
 from actors.experience import service as services
-from actors.experience.embed import CountedEmbedder, EmbedderDown, EmbedFailed, load_embedder
-from actors.experience.embedding_endpoint import BATCH, EndpointEmbedder
+from actors.experience.embed import KEY
+from actors.experience.embedders import CountedEmbedder, EmbedFailed, load_embedder
+from actors.experience.embedding_endpoint import BATCH, EmbedderDown, EndpointEmbedder
 from actors.experience.service import CounterReporter, ExperienceService, build, open_pool
 from actors.failures import FailureCounts
 from actors.llm.client import Unavailable
@@ -232,8 +232,8 @@ def test_a_question_that_cannot_be_embedded_goes_unguided_and_is_counted(
     service.tick(1e9)
     service.commit()
     (failure,) = told[-1].failures
-    assert (failure.kind, failure.name, failure.count) == ("experience", embedders.KEY, 3)
-    warnings = [one for one in caplog.messages if one.startswith(embedders.KEY)]
+    assert (failure.kind, failure.name, failure.count) == ("experience", KEY, 3)
+    warnings = [one for one in caplog.messages if one.startswith(KEY)]
     assert len(warnings) == 2, "after 1, 2, 4 … failures"
 
 
