@@ -30,7 +30,8 @@ class CountedEmbedder:
     ) -> None:
         self.name, self.dimensions = embedder.name, embedder.dimensions
         self.failed = 0
-        self._embedder, self._failures, self._kind = embedder, failures, kind
+        self._embedder, self._failures = embedder, failures
+        self._kind: FailureKind = kind
 
     def embed(self, texts: list[str]) -> np.ndarray:
         """Return float32[n, d], as `Embedder`. Raise EmbedFailed."""

@@ -161,8 +161,8 @@ class LogFile(logging.FileHandler):
         self._failed = False
         super().emit(record)
         self._told = self._failed
-        with suppress(OSError, ValueError):  # closed, or gone
-            if (size := os.fstat(self.stream.fileno()).st_size) > self._limit:
+        with suppress(OSError):  # a full disk, or the file is gone
+            if (size := os.stat(self.baseFilename).st_size) > self._limit:
                 self._begin_anew(size)
 
     def _begin_anew(self, size: int) -> None:
