@@ -149,7 +149,8 @@ class RunFeed:
         try:
             return {"replies": load(path), "replies_of": path.name, "unread": ""}
         except ConfigError as error:
-            return {"replies": [], "replies_of": path.name, "unread": plain(str(error))}
+            said = plain(str(error).replace(str(path), path.name))
+            return {"replies": [], "replies_of": path.name, "unread": said}
 
     def _look_back(self) -> dict[str, Any]:
         ended, unknown = None, ""

@@ -326,7 +326,7 @@ async def test_keys_switch_views_means_and_axes(made: MadeRun) -> None:
         await pilot.press("s", "s", "t")
         await shown(pilot, "s: each step  t: over time", "1:00")
         await pilot.press("left")
-        assert VIEWS[app.chosen] == "evolving"
+        assert VIEWS[app.chosen] == "replies"
         await pilot.press("right", "right")
         assert VIEWS[app.chosen] == "staleness"
         await pilot.press("question_mark")
