@@ -184,6 +184,7 @@ class Learner:
             count=count,
             step=progress.step + 1,
             step_s=progress.seconds,
+            left_s=progress.left_s,
             share=progress.share,
             micro_batches=progress.micro_batches,
             tokens=progress.tokens,

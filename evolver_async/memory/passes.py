@@ -32,6 +32,9 @@ def logits_bytes(config: Config, shape: DecoderShape, gpu: bool) -> float:
 
 
 def prefill_bytes(config: Config, shape: DecoderShape) -> float:
-    """Bytes of the widest moment of one layer in a prefill: its input and its MLP's factors."""
+    """Bytes of an engine's widest moments: in a layer of a prefill its input and its MLP's factors;
+    of all slots the logits, their scaled copy, the probabilities and what draws from them. Memory
+    of the one is not given back for the other."""
     wide = 3 * shape.hidden + 3 * shape.inner + shape.queries
-    return config.engine.prefill_tokens * wide * DTYPE_BYTES[config.policy.decided_dtype]
+    layer = config.engine.prefill_tokens * wide * DTYPE_BYTES[config.policy.decided_dtype]
+    return layer + 4 * FLOAT * config.engine.slots * shape.vocabulary

@@ -105,7 +105,7 @@ class Beat(Message, tag="beat"):
     `count` changes with every piece of work. `busy`: the process or a descendant has used a
     processor, or moved data, since its last beat. `phase`: its present activity. The others are
     the learner's: `step_s` seconds of computation of step `step`, whose passes are done to `share`,
-    in `micro_batches` of `tokens` in all.
+    in `micro_batches` of `tokens` in all; `left_s` more by the pace of those.
     """
 
     role: str
@@ -115,6 +115,7 @@ class Beat(Message, tag="beat"):
     incarnation: int = 0
     step: int = 0
     step_s: float = 0.0
+    left_s: float = 0.0
     share: float = 0.0
     micro_batches: int = 0
     tokens: int = 0

@@ -194,6 +194,25 @@ def test_a_step_with_an_update_is_finished() -> None:
     assert not progress.abandons()
 
 
+def test_what_a_step_has_to_go_does_not_grow_with_a_micro_batch_under_way(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = [100.0]
+    monkeypatch.setattr("learner.progress.time.monotonic", lambda: now[0])
+    progress = StepProgress()
+    progress.begin(3)
+    progress.plan(400, gradient=True)
+    progress.plan(200, gradient=False)
+    now[0] += 2
+    assert progress.left_s == 0, "nothing is done yet"
+    progress.count(200, gradient=False)
+    assert progress.left_s == pytest.approx(12)
+    now[0] += 5  # the next micro-batch is half of the step
+    assert progress.left_s == pytest.approx(7)
+    progress.count(200, gradient=True)
+    assert progress.left_s == pytest.approx(7 * 14 / 8 - 7)
+
+
 def test_a_supervised_step_between_empty_ones_has_something_to_train_on(tmp_path: Path) -> None:
     stages = ", ".join(8 * ["{kind: rl, steps: 1}, {kind: sft, steps: 1}"])
     selection = "selection={kind: spread, max_empty: 2}"

@@ -182,6 +182,7 @@ class FusedDecoder:
     @torch.inference_mode()
     def renew(self) -> None:
         """Read the module's weights, which have changed."""
+        self._layers: list[_Layer] = []  # copies of before go first: both would not be planned for
         self._embed = self._decoder.embed_tokens.weight
         self._norm = self._decoder.norm.weight
         self.head = Linear(self._head_module.weight, self._head_module.bias, self._copied)

@@ -191,8 +191,10 @@ class Activity:
 
     def beat(self, name: str, beat: Beat, now: float) -> str:
         """Note a heartbeat; return the reason if it is refused, else ""."""
-        if not (0 <= beat.share <= 1 and 0 <= beat.step_s < math.inf):
-            return f"share, step_s: {beat.share}, {beat.step_s}"
+        if not 0 <= beat.share <= 1:
+            return f"share: {beat.share}"
+        if not (0 <= beat.step_s < math.inf and 0 <= beat.left_s < math.inf):
+            return f"step_s, left_s: {beat.step_s}, {beat.left_s}"
         known = self.peers.get(name)
         peer, before = known or self.seen(name, now), known and known.beat
         if beat.role == "learner":

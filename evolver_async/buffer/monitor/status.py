@@ -259,8 +259,7 @@ class StatusReport:
             if beat.step_s:
                 found |= {"step": beat.step, "for_s": beat.step_s + late_s}
                 if beat.share > 0:
-                    left_s = beat.step_s * (1 - beat.share) / beat.share
-                    found["eta_s"] = max(0.0, left_s - late_s)
+                    found["eta_s"] = max(0.0, beat.left_s - late_s)
         return found
 
     def counters(self, now: float) -> dict[str, float]:

@@ -330,7 +330,12 @@ def test_beats_of_an_earlier_process_do_not_hide_a_stuck_one(world: World) -> No
 
 
 def test_a_beat_whose_numbers_are_none_is_refused(world: World) -> None:
-    for sent in ({"share": float("nan")}, {"share": 2.0}, {"step_s": float("inf")}):
+    for sent in (
+        {"share": float("nan")},
+        {"share": 2.0},
+        {"step_s": float("inf")},
+        {"left_s": -1.0},
+    ):
         reply = world.one("learner", messages.Beat(role="learner", phase="forward", **sent))
         assert isinstance(reply, messages.Reject)
 
@@ -348,7 +353,8 @@ def test_status_tells_the_progress_of_data_and_of_a_step(world: World) -> None:
     world.push(tickets[0], 1)
     world.finish(tickets[1:])
     assert world.sample(0)
-    beat(world, "learner", 1, True, step=1, step_s=10.0, share=0.25, micro_batches=3, tokens=99)
+    sent = {"step_s": 10.0, "left_s": 30.0, "share": 0.25, "micro_batches": 3, "tokens": 99}
+    beat(world, "learner", 1, True, step=1, **sent)
     world.pass_time(2.0)
     found = world.service.status(world.now)["progress"]
     assert (found["step"], found["phase"], found["share"]) == (1, "forward", 0.25)

@@ -1,12 +1,15 @@
 """The forward over KV slots gives the module's own logits, whichever way its products go."""
 
+from typing import Any
+from weakref import WeakSet
+
 import numpy as np
 import pytest
 import torch
 from transformers import LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
 from transformers.models.auto import AutoModelForCausalLM
 
-from actors.engines.decoding import linears
+from actors.engines.decoding import fused, linears
 from actors.engines.decoding.forward import SlotModel
 from actors.engines.decoding.fused import FusedDecoder
 from actors.engines.decoding.kv_slots import Slots
@@ -71,3 +74,25 @@ def test_logits_are_those_of_the_module(
                 weight.data = weight + 0.1 * torch.randn_like(weight)
             forward.renew()
             slots.start_epoch()
+
+
+def test_copies_of_new_weights_are_not_made_beside_those_of_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    alive: WeakSet[linears.Linear] = WeakSet()
+    counts: list[int] = []
+
+    class Counted(linears.Linear):
+        def __init__(self, *given: Any) -> None:
+            super().__init__(*given)
+            alive.add(self)
+            counts.append(len(alive))
+
+    monkeypatch.setattr(fused, "Linear", Counted)
+    model = AutoModelForCausalLM.from_config(CONFIGS["qwen3"], attn_implementation="sdpa").eval()
+    decoder = FusedDecoder(model, 48)
+    whole = max(counts)
+    assert whole == 1 + 2 * SHAPE["num_hidden_layers"]
+    counts.clear()
+    decoder.renew()
+    assert max(counts) == whole
