@@ -13,6 +13,7 @@ from pathlib import Path
 
 from evolver_async.config import Config
 from evolver_async.config.load import stage_config
+from evolver_async.config.sections.agentevolver import EMBEDDERS
 from evolver_async.config.sections.channel import channel, versions_kept
 from evolver_async.config.shape import DecoderShape
 from evolver_async.extension import is_own
@@ -246,8 +247,8 @@ def _experience(config: Config) -> Iterable[MemoryPart]:
 
 
 def _embedder(config: Config) -> list[MemoryPart]:
-    """Weights of the model that embeds texts; none for hashed n-grams and functions."""
-    if config.experience.embedder == "hash" or is_own(config.experience.embedder):
+    """Weights of the model that embeds texts; none for n-grams, endpoints and functions."""
+    if config.experience.embedder in EMBEDDERS or is_own(config.experience.embedder):
         return []
     found = Path(config.experience.embedder)
     files = [*found.glob("*.safetensors")] or [*found.glob("pytorch_model*.bin")]
