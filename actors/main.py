@@ -7,6 +7,7 @@ import signal
 import socket
 import time
 from contextlib import suppress
+from functools import partial
 
 from actors.checks.config import check_own, probe
 from actors.endpoint.runner import make_agents
@@ -61,9 +62,10 @@ def build(
 
     `experience`: a client of the experience service, where there is one.
     """
-    engine, source, tokenizer = follow_weights(config, weights_address, name)
-    chat = Chat(tokenizer)
     failures, reflection = FailureCounts(), config.reflection
+    tell = partial(failures.note, "engine", config.engine.kind)
+    engine, source, tokenizer = follow_weights(config, weights_address, name, tell)
+    chat = Chat(tokenizer)
     components = ActorComponents(
         judge=make_judge(config, engine, chat, failures),
         guide=experience and ServiceGuide(experience, config.experience, failures),
@@ -190,8 +192,8 @@ async def work(
     worker: Worker | None = None
 
     def beat() -> messages.Beat:
-        loading = messages.Beat(role="actor", phase="load of the model")
-        return loading if worker is None else worker.beat()
+        loads = "start of vLLM" if config.engine.kind == "vllm" else "load of the model"
+        return messages.Beat(role="actor", phase=loads) if worker is None else worker.beat()
 
     whose = args.address, welcome.run_id, *identity, args.keys
     heartbeat = Heartbeat(*whose, warn_s=config.buffer.warn_s, read=beat)

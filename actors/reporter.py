@@ -13,6 +13,9 @@ from evolver_async.protocol import messages
 from evolver_async.transport.client import Client
 
 REPORT_S = 1.0  # between two reports of failures
+ENGINE = (  # of an engine's `stats`, what is reported of one in processes of its own
+    *("reused", "prefilled", "stale", "pause_s", "restarts", "preemptions", "waiting", "kv_use"),
+)
 
 
 @dataclass(eq=False)
@@ -66,6 +69,9 @@ class Reporter:
         failures.noted.clear()
         self._service_failures.update(service_client.drain())
         values = self.components.counters() | self.arrival.counters() | self._service_failures
+        stats = self.engine.stats()
+        if "restarts" in stats:
+            values |= {f"engine/{name}": stats[name] for name in ENGINE}
         totals = failures.totals()
         gauges, self._gauges = self._gauges, {}
         first, self.components.first_reply.text = self.components.first_reply.text, ""

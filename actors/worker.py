@@ -28,6 +28,7 @@ from actors.weights.arrival import ArrivalCheck
 from actors.weights.source import VersionSource
 from evolver_async.config import Config
 from evolver_async.config.load import concurrent_members, stage_config
+from evolver_async.errors import Unrecoverable
 from evolver_async.metrics.activity import ACTOR_LEVELS, ActivityClock, wall_clock
 from evolver_async.protocol import messages
 from evolver_async.schema import Ticket
@@ -106,7 +107,7 @@ class Worker:
                 if loop.done():
                     loop.result()
             if self.failure is not None:
-                raise self.failure
+                raise _final(self.failure)
         finally:
             for task in (*loops, *ends):
                 task.cancel()
@@ -309,6 +310,14 @@ class Worker:
             await self.client.request(last, timeout_s=self.reply_timeout_s)
         except (TimeoutError, Rejected) as error:
             log.warning("could not tell the buffer that this actor is leaving: %s", error)
+
+
+def _final(error: BaseException) -> BaseException:
+    """Return the error that no restart would mend, of a group that holds one, or else `error`."""
+    found = error.subgroup(Unrecoverable) if isinstance(error, BaseExceptionGroup) else None
+    while isinstance(found, BaseExceptionGroup):
+        found = found.exceptions[0]
+    return found or error
 
 
 def _id(ticket: Ticket) -> TicketId:

@@ -131,8 +131,9 @@ class Updater(Models):
         if anchors["late"] and len(trained.members):
             logprobs = self._late_anchor(stage, logprobs, trained, state.take)
         boosts = batch.sampled is not None and stage.loss.boost > 0
+        advantage_N = advantages.advantage_N
         loss = Objective(
-            stage.correction, stage.loss, logprobs, advantages.advantage_N, interpolates, boosts
+            stage.correction, stage.loss, batch, logprobs, advantage_N, interpolates, boosts
         )
         critic = self._critic_training(stage, values, advantages.return_N, state.critic_steps)
         distillation = distillation_of(stage, batch, critic, self.layout)

@@ -68,7 +68,11 @@ HOMES: dict[str, tuple[str, ...]] = {
     "verifiers": ("actors.envs.adapters.verifiers_env",),
     "openenv": ("actors.envs.adapters.openenv_env",),
     "math_verify": ("actors.rewards.answers",),
-    "httpx": ("actors.llm.client", "actors.envs.adapters.service_client"),
+    "httpx": (
+        "actors.experience.embedding_endpoint",
+        "actors.llm.client",
+        "actors.envs.adapters.service_client",
+    ),
     "uvicorn": ("actors.endpoint.server",),
     "wandb": ("evolver_async.metrics.wandb_upload",),
     "prometheus_client": ("evolver_async.watch.prometheus",),

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from actors.endpoint.runner import load_agent
+from actors.engines.vllm_options import problems
 from actors.envs import base
 from actors.formats.tool_calls import CODE_TOOL
 from actors.formats.turns import FORMATS, THOUGHTFUL, extractor
@@ -20,6 +21,7 @@ from evolver_async.buffer.stages import TICKETS, eval_sets_of, source_of
 from evolver_async.buffer.tasks.source import TaskSource
 from evolver_async.config import Config, ConfigError, StageConfig
 from evolver_async.config.load import stage_config
+from evolver_async.config.paths import embeds_by_model
 from evolver_async.config.sections.agentevolver import LLM_SECTIONS
 from evolver_async.config.sections.run import FINAL_SET
 from evolver_async.extension import RAISED, implementation, is_own
@@ -42,7 +44,9 @@ def check(config: Config) -> None:
     for name in LLM_SECTIONS:
         section = getattr(config, name)
         if section.kind == "llm":
-            authorization(section.llm, name)
+            authorization(section.llm.key_env, f"{name}.llm.key_env")
+    if embeds_by_model(config) and config.experience.embedder == "endpoint":
+        authorization(config.experience.embedding.key_env, "experience.embedding.key_env")
     if config.engine.kind == "vllm":
         found = importlib.util.find_spec("vllm")
         if found is None or found.origin is None:
@@ -50,6 +54,8 @@ def check(config: Config) -> None:
                 "engine.kind: vllm is not installed: pip install 'evolver-async[gpu]', or for CPU"
                 " see docs/scaling.md, Engines"
             )
+        for key, problem in problems(config.engine):
+            raise ConfigError(f"{key}: {problem}")
     if config.experience.kind != "none" and importlib.util.find_spec("faiss") is None:
         raise ValueError(
             f"experience.kind: {config.experience.kind} needs faiss, which is not installed: run"
@@ -57,7 +63,7 @@ def check(config: Config) -> None:
         )
     check_own(config)
     if config.rollout.agent_reward == "judged":
-        authorization(config.judge.llm, "judge")
+        authorization(config.judge.llm.key_env, "judge.llm.key_env")
     RewardScorer(config)  # which checks the parameters of its terms
     if config.questioning.profile:
         load_profile(config.questioning.profile)

@@ -79,7 +79,7 @@ class Engine(Protocol):
         """Return the log-prob of each token but the first, at temperature 1, computed afresh.
 
         The weights and kernels are those that sample. Raise FloatingPointError if one is not
-        finite.
+        finite, `arrival.EngineLost` if the engine's processes end meanwhile.
         """
         ...
 
@@ -90,5 +90,7 @@ class Engine(Protocol):
         """Return totals since the start: tokens `generated`, `prefilled`, `reused`; `busy_s`.
 
         `stale`: generated tokens that attended to KV of older weights, with `in_flight` keep_kv.
+        An engine in processes of its own adds `pause_s` of updates, `restarts`, `preemptions`, and
+        what holds now: requests that are `waiting`, `kv_use` of its cache.
         """
         ...

@@ -1,6 +1,7 @@
 """Factory of the configured engine, for actors and for evaluation."""
 
 import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -12,7 +13,9 @@ from actors.engines.base import Engine
 from actors.engines.torch_engine import TorchEngine
 from actors.weights.source import FetchedWeights, VersionSource
 from evolver_async.config import Config
+from evolver_async.config.shape import shape_of
 from evolver_async.launch.registry import resolve
+from evolver_async.memory.vllm_limits import CPU_KV_BYTES, cpu_kv_bytes
 from evolver_async.model import policy
 from evolver_async.model.precision import load_policy, stored_dtype
 from evolver_async.schema import WeightId
@@ -42,18 +45,18 @@ def load_engine(
 
 
 def follow_weights(
-    config: Config, address: str, name: str
+    config: Config, address: str, name: str, tell: Callable[[str], None] | None = None
 ) -> tuple[Engine, VersionSource, PreTrainedTokenizerBase]:
     """Return an engine without weights, the source of its weights, and its tokenizer.
 
-    `address`: that of the weight channel. `name`: the actor's. Set the number of torch's threads
-    to `engine.threads`.
+    `address`: that of the weight channel. `name`: the actor's. `tell` is given the cause of every
+    death of an engine's processes. Set the number of torch's threads to `engine.threads`.
     """
     torch.set_num_threads(config.engine.threads)
     tokenizer = policy.load_tokenizer(config.policy.path)
     settings = receiver_settings(config, address)
     if config.engine.kind == "vllm":
-        engine = _vllm_engine(config, None, None, settings, name)
+        engine = _vllm_engine(config, None, None, settings, name, tell)
         return engine, engine, tokenizer
     # Steps of a serial run do not depend on the machine's speed.
     forward_s = math.inf if config.launch.kind == "serial" else FORWARD_S
@@ -90,6 +93,7 @@ def _vllm_engine(
     tensors: dict[str, Tensor] | None,
     settings: ReceiverSettings | None = None,
     name: str = "engine",
+    tell: Callable[[str], None] | None = None,
 ) -> "VllmEngine":
     resolve("actors.engines.vllm_core:VllmCore")  # the first import, without garbage collections
     from actors.engines.vllm_core import VllmCore
@@ -103,15 +107,17 @@ def _vllm_engine(
         settings = msgspec.structs.replace(settings, base="")  # served beside the base weights
     if adapter is None and tensors is not None:
         tensors = whole(tensors, config.policy, config.policy.decided_dtype)
+    shape = shape_of(config)
     starting = Settings(
         path=config.policy.path,
         dtype=config.policy.decided_dtype,
         directory=config.weights.dir,
         max_length=config.policy.max_length,
         adapter=adapter,
+        cpu_kv_bytes=cpu_kv_bytes(config, shape) if shape else CPU_KV_BYTES,
         **vars(config.engine),
     )
-    core = VllmCore(starting, weights, tensors, receiver=settings, name=name)
+    core = VllmCore(starting, weights, tensors, receiver=settings, name=name, tell=tell)
     return VllmEngine(
         core,
         vocabulary=core.vocabulary,

@@ -12,9 +12,11 @@ inside them: weights come to the workers from the learner, none pass through thi
 import asyncio
 import itertools
 import logging
+import os
 import shutil
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,10 +24,14 @@ import msgspec
 from torch import Tensor
 from transformers import AutoConfig
 
+from actors.engines.vllm_failures import first_failure
 from actors.engines.vllm_start import Settings, end, start, while_alive
 from actors.engines.vllm_swap import swap_adapter, swap_weights
+from actors.engines.vllm_usage import EngineUsage
 from actors.weights.vllm_channel import WorkerChannel, WorkerStates
+from evolver_async.errors import Unrecoverable
 from evolver_async.model.policy import ModelError, check_shapes, weight_shapes
+from evolver_async.process import segments
 from evolver_async.process.private_directories import PREFIX, claim, sweep
 from evolver_async.schema import WeightId
 from evolver_async.weights.channel.base import WeightsGone
@@ -46,16 +52,22 @@ class EngineDied(RuntimeError):
     """Crash of vLLM beyond `engine.restarts`, or a call after shutdown."""
 
 
+class EngineUseless(Unrecoverable):
+    """Crashes of vLLM beyond `engine.restarts`, none of which let a single turn end."""
+
+
 class VllmCore:
     """Owner of an AsyncLLM, and the source of its weights; see `weights.source.VersionSource`.
 
     The first weights are `tensors` if given, else, under the name `weights`, those of the policy
     directory; further ones come to vLLM's workers from `receiver`, or else from `publisher`, an own
-    one. With `settings.adapter` versions are adapters. `name`: the actor's. Token ids are below
-    `vocabulary`. `pause_s`: seconds for which the last update paused generation; `updates`: number
-    of updates; `restarts`: number of restarts; `keeps_kv`: updates leave the KV cache as it is;
-    `broken`: set by the caller if the current weights gave a log-prob that is not finite. A start
-    takes half a minute. Raise ConfigError for settings or a model that vLLM refuses.
+    one. With `settings.adapter` versions are adapters. `name`: the actor's. `tell`: is given the
+    cause of every death of vLLM. Token ids are below `vocabulary`. `pause_s`: seconds for which the
+    last update paused generation; `paused_s`: all updates; `updates`: number of updates;
+    `restarts`: number of restarts; `keeps_kv`: updates leave the KV cache as it is;
+    `broken`: set by the caller if the current weights gave a log-prob that is not finite;
+    `served`: set by it once a turn has ended. A start takes half a minute. Raise ConfigError for
+    settings or a model that vLLM refuses.
     """
 
     def __init__(
@@ -66,14 +78,18 @@ class VllmCore:
         *,
         receiver: ReceiverSettings | None = None,
         name: str = "engine",
+        tell: Callable[[str], None] | None = None,
     ) -> None:
         self.restarts = 0
         self.updates = 0
+        self.usage = EngineUsage()
         self.keeps_kv = settings.in_flight == "keep_kv"
         self.adapter = settings.adapter
-        self.pause_s = 0.0
+        self.pause_s = self.paused_s = 0.0
         self.broken = False
+        self.served = False
         self._settings = settings
+        self._tell = tell
         model = AutoConfig.from_pretrained(settings.path, local_files_only=True)
         self.vocabulary: int = model.vocab_size
         if tensors is not None and self.adapter is None:  # an adapter is checked by the workers
@@ -134,6 +150,7 @@ class VllmCore:
         if llm is self._llm:
             self._llm, self._settled = None, False
             end(llm)
+            segments.remove_noted(self._directory)
 
     async def stage(self, weights: WeightId) -> Probe | None:
         """Bring a version into all workers, beside the weights that generate.
@@ -239,12 +256,18 @@ class VllmCore:
     async def _start_again(self) -> "AsyncLLM":
         if self._llm is not None:
             self.lose(self._llm)
+        cause = first_failure(self._states.directory) or "it logged no error, as if killed"
+        if self._tell is not None:
+            self._tell(cause)
         if self.restarts >= self._settings.restarts:
-            raise EngineDied(f"vLLM has died {self.restarts + 1} times (engine.restarts)")
+            died = f"vLLM has died {self.restarts + 1} times (engine.restarts)"
+            if not self.served:
+                raise EngineUseless(f"engine.kind: {died} before its first turn had ended: {cause}")
+            raise EngineDied(f"{died}: {cause}")
         self.restarts += 1
         log.error(
-            "vLLM has died: it is restarted with weights %s (%d of %d restarts)",
-            *(self.weights, self.restarts, self._settings.restarts),
+            "vLLM has died (%s): it is restarted with weights %s (%d of %d restarts)",
+            *(cause, self.weights, self.restarts, self._settings.restarts),
         )
         self._states = self._new_states()
         try:
@@ -262,7 +285,10 @@ class VllmCore:
 
     def _start(self) -> "AsyncLLM":
         states = str(self._states.directory)
-        return start(self._settings, msgspec.structs.replace(self._channel, states=states))
+        channel = msgspec.structs.replace(self._channel, states=states)
+        llm = start(self._settings, channel, self.usage)
+        segments.note(self._directory, segments.mapped_below(os.getpid()))
+        return llm
 
     async def _stage(self, llm: "AsyncLLM", weights: WeightId) -> Probe | None:
         """Let the workers of `llm` stage a version, and wait until all of them have it."""
@@ -298,3 +324,4 @@ class VllmCore:
             raise ModelError(f"vLLM rejected weights {weights}: {error}") from error
         self.broken = False
         self.pause_s = time.perf_counter() - began
+        self.paused_s += self.pause_s

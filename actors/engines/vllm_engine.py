@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from actors.engines.base import Generation, Request
 from actors.engines.vllm_core import VllmCore
+from actors.weights.arrival import EngineLost
 from evolver_async.schema import WeightId
 from evolver_async.weights.probe import Probe
 
@@ -35,7 +36,8 @@ class VllmEngine:
     With keep_kv the core keeps its KV cache over updates. Each session has a salt of its own time,
     so that it finds the KV that it and the sessions begun under the same weights have computed, and
     none that is older: the KV of a new session is all of the weights that it starts with, which
-    makes evaluations exact.
+    makes evaluations exact. So no session begins during an update, and one that has no token yet
+    begins again after it: its prompt can be waiting, or be half computed.
     """
 
     def __init__(
@@ -46,6 +48,7 @@ class VllmEngine:
         self._max_length = max_length
         self._keeps_kv = in_flight == "keep_kv"
         self._begun: dict[str, _Begin] = {}  # sessions not yet released, with keep_kv
+        self._beginning: set[asyncio.Timeout] = set()  # turns of sessions without a token
         self._room = asyncio.Semaphore(slots) if in_flight == "wait" else None
         self._open = asyncio.Event()  # cleared while an update holds back new generations
         self._open.set()
@@ -109,13 +112,18 @@ class VllmEngine:
             if self._room is not None:
                 self._open.clear()
                 await self._idle.wait()
+            elif self._keeps_kv:
+                self._open.clear()
+                while self._beginning:
+                    self._beginning.pop().reschedule(asyncio.get_running_loop().time())
             try:
                 await self.core.adopt(weights)
             finally:
                 self._open.set()
 
     async def score(self, tokens: list[int]) -> list[float]:
-        """Score the tokens as a prompt, without cached KV."""
+        """Score the tokens as a prompt, without cached KV. Raise EngineLost if vLLM dies of it or
+        meanwhile: what can have killed it is not asked for again."""
         from vllm import SamplingParams  # pyright: ignore[reportMissingImports]
         from vllm.inputs.engine import tokens_input  # pyright: ignore[reportMissingImports]
         from vllm.v1.engine.exceptions import (  # pyright: ignore[reportMissingImports]
@@ -124,17 +132,17 @@ class VllmEngine:
 
         # A prompt whose log-probs are asked for is computed as a whole.
         params = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
-        scored = None
-        while scored is None:
-            llm = await self.core.ready()
-            number, adapter = f"{next(self._numbers)}", self.core.lora_request
-            try:
-                async for output in llm.generate(
-                    tokens_input(tokens), params, number, lora_request=adapter
-                ):
-                    scored = output.prompt_logprobs or scored
-            except EngineDeadError:
-                self.core.lose(llm)
+        scored = []
+        llm = await self.core.ready()
+        number, adapter = f"{next(self._numbers)}", self.core.lora_request
+        try:
+            async for output in llm.generate(
+                tokens_input(tokens), params, number, lora_request=adapter
+            ):
+                scored = output.prompt_logprobs or scored
+        except EngineDeadError as error:
+            self.core.lose(llm)
+            raise EngineLost("vLLM has died while it scored tokens") from error
         pairs = zip(tokens[1:], scored[1:], strict=True)
         logprobs = [position[token].logprob for token, position in pairs]
         if not all(map(math.isfinite, logprobs)):
@@ -151,7 +159,15 @@ class VllmEngine:
 
     def stats(self) -> dict[str, float]:
         running_s = time.perf_counter() - self._since if self._sampling else 0.0
-        return self._stats | {"busy_s": self._stats["busy_s"] + running_s}
+        core, usage = self.core, self.core.usage
+        return self._stats | {
+            "busy_s": self._stats["busy_s"] + running_s,
+            "pause_s": core.paused_s,
+            "restarts": float(core.restarts),
+            "preemptions": float(usage.preemptions),
+            "waiting": float(usage.waiting),
+            "kv_use": usage.kv_use,
+        }
 
     @contextlib.asynccontextmanager
     async def _admission(self) -> AsyncIterator[None]:
@@ -176,33 +192,54 @@ class VllmEngine:
             EngineDeadError,
         )
 
-        params = _sampling(request, limit)
-        begun = None
-        if self._keeps_kv:
-            begun = self._begun.setdefault(request.session, _Begin(f"{self.core.updates}"))
-        prompt = tokens_input(request.tokens, cache_salt=begun and begun.salt)
+        params, begun = _sampling(request, limit), self._begun.get(request.session)
+        begins = self._keeps_kv and (begun is None or begun.weights is None)
         while True:
             llm = await self.core.ready()
+            if begins and not self._open.is_set():
+                await self._open.wait()
+                continue
+            if begins:
+                begun = self._begun[request.session] = _Begin(f"{self.core.updates}")
+            prompt = tokens_input(request.tokens, cache_salt=begun and begun.salt)
             out, read = Generation(), False
             number, adapter = f"{next(self._numbers)}", self.core.lora_request
             try:
-                async for output in llm.generate(prompt, params, number, lora_request=adapter):
-                    if not read:
-                        reused = output.num_cached_tokens or 0
-                        self._stats["reused"] += reused
-                        self._stats["prefilled"] += len(request.tokens) - reused
-                        read = True
-                    piece = output.outputs[0]
-                    self._stats["generated"] += len(piece.token_ids)
-                    out.tokens.extend(piece.token_ids)
-                    out.logprobs.extend(piece.logprobs.logprobs)
-                    if output.finished:
-                        self._whole(out, piece)
-                        if begun is not None:
-                            self._stats["stale"] += begun.count_stale(out)
-                        return out
+                async with self._until_update(begins) as beginning:
+                    async for output in llm.generate(prompt, params, number, lora_request=adapter):
+                        self._beginning.discard(beginning)
+                        if not read:
+                            reused = output.num_cached_tokens or 0
+                            self._stats["reused"] += reused
+                            self._stats["prefilled"] += len(request.tokens) - reused
+                            read = True
+                        piece = output.outputs[0]
+                        self._stats["generated"] += len(piece.token_ids)
+                        out.tokens.extend(piece.token_ids)
+                        out.logprobs.extend(piece.logprobs.logprobs)
+                        if output.finished:
+                            self._whole(out, piece)
+                            self.core.served = True
+                            if begun is not None:
+                                self._stats["stale"] += begun.count_stale(out)
+                            return out
             except EngineDeadError:
                 self.core.lose(llm)
+
+    @contextlib.asynccontextmanager
+    async def _until_update(self, begins: bool) -> AsyncIterator[asyncio.Timeout]:
+        """Run a turn; end it without an error at an update that comes while it has no token."""
+        turn = asyncio.timeout(None)
+        try:
+            async with turn:
+                if begins:
+                    self._beginning.add(turn)
+                yield turn
+        except TimeoutError:
+            if not turn.expired():
+                raise
+        finally:
+            self._beginning.discard(turn)
 
     def _whole(self, out: Generation, last: "CompletionOutput") -> None:
         """Complete `out` with the finish reason and the weights of each token."""
@@ -223,7 +260,8 @@ class VllmEngine:
 
 @dataclass
 class _Begin:
-    """Start of a session: the salt of its KV, and the weights of its first token."""
+    """Start of a session: the salt of its KV, and the weights of its first token, None before its
+    first turn has ended."""
 
     salt: str
     weights: WeightId | None = None

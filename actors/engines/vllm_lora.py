@@ -48,14 +48,21 @@ class Adapter:
         """The number by which vLLM finds the adapter; it follows from the name."""
         return 1 + zlib.crc32(self.name.encode()) % NUMBERS
 
-    def arguments(self) -> dict[str, Any]:
-        """Return the engine arguments under which vLLM serves this adapter and no other."""
-        rank = min(one for one in RANKS if one >= self.rank)
+    def arguments(self, path: str) -> dict[str, Any]:
+        """Return the engine arguments under which vLLM serves this adapter and no other.
+
+        Its layers for adapters replace the adapted linears of the model at `path` alone: the one
+        of the output projection, which it gives some models, fails where log-probs of a prompt are
+        asked for beside other requests, and it takes vocabularies of 258,048 tokens at most.
+        """
+        model = empty_model(AutoConfig.from_pretrained(path, local_files_only=True))
+        shapes = lora.shapes(model, rank=self.rank, targets=self.targets)
         return {
             "enable_lora": True,
-            "max_lora_rank": rank,
+            "max_lora_rank": min(one for one in RANKS if one >= self.rank),
             "max_loras": 1,
             "max_cpu_loras": 1,
+            "lora_target_modules": sorted({name.split(".")[-2] for name in shapes if name != BASE}),
         }
 
     def request(self) -> "LoRARequest":

@@ -13,16 +13,16 @@ import msgspec
 
 from actors.engines.vllm_failures import first_failure
 from actors.engines.vllm_lora import ADAPTER, Adapter
+from actors.engines.vllm_usage import EngineUsage
 from actors.weights.vllm_channel import WorkerChannel
 from evolver_async.config import ConfigError, EngineConfig
+from evolver_async.memory.vllm_limits import CPU_BLOCK, CPU_KV_BYTES
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM  # pyright: ignore[reportMissingImports]
 
 log = logging.getLogger(__name__)
 
-CPU_KV_BYTES = 128 << 20
-CPU_BLOCK = 32  # tokens per block of KV; the minimum of vLLM's CPU kernels
 EXTENSION = "actors.engines.vllm_weights.WorkerExtension"
 POLL_S = 0.2  # interval at which a call checks that vLLM is alive
 DEATH_POLLS = 15  # until a failed call counts as refused by a vLLM that lives
@@ -45,7 +45,8 @@ class Settings(EngineConfig):
     """Settings of vLLM; `config.EngineConfig` and `config.PolicyConfig` document them.
 
     `directory`: directory in shared memory, in which a private one is made. `adapter`: the adapter
-    whose tensors updates bring; None if they bring whole weights.
+    whose tensors updates bring; None if they bring whole weights. `cpu_kv_bytes`: size of the KV
+    cache of each worker on a CPU.
     """
 
     path: str
@@ -53,6 +54,7 @@ class Settings(EngineConfig):
     directory: str
     max_length: int
     adapter: Adapter | None = None
+    cpu_kv_bytes: int = CPU_KV_BYTES
 
 
 def set_environment() -> None:
@@ -61,10 +63,11 @@ def set_environment() -> None:
         os.environ.setdefault(name, value)
 
 
-def start(settings: Settings, channel: WorkerChannel) -> "AsyncLLM":
+def start(settings: Settings, channel: WorkerChannel, usage: EngineUsage) -> "AsyncLLM":
     """Start vLLM with the weights of the policy directory, in processes that end with this one.
 
     The workers receive versions from `channel` once they are told to join it (`open_channel`).
+    `usage` is kept up to date.
     Raise ConfigError if this build of vLLM does not support `settings.device`, or refuses the
     settings or the model; RuntimeError, with its processes' own reason, if they cannot start.
     """
@@ -93,7 +96,8 @@ def start(settings: Settings, channel: WorkerChannel) -> "AsyncLLM":
         max_num_batched_tokens=max(settings.prefill_tokens, settings.max_length if on_cpu else 0),
         tensor_parallel_size=settings.tensor_parallel,
         gpu_memory_utilization=settings.memory,
-        kv_cache_memory_bytes=settings.kv_cache_bytes or (CPU_KV_BYTES if on_cpu else None),
+        kv_cache_memory_bytes=settings.kv_cache_bytes
+        or (settings.cpu_kv_bytes if on_cpu else None),
         block_size=CPU_BLOCK if on_cpu else None,
         enforce_eager=eager,
         enable_prefix_caching=True,
@@ -101,16 +105,17 @@ def start(settings: Settings, channel: WorkerChannel) -> "AsyncLLM":
         stream_interval=STREAM_INTERVAL,
         weight_transfer_config={"backend": BACKEND},
         worker_extension_cls=EXTENSION,
-        **(settings.adapter.arguments() if settings.adapter else {}),
+        **(settings.adapter.arguments(settings.path) if settings.adapter else {}),
         disable_log_stats=True,
         generation_config="vllm",
+        **settings.options,
     )
     with _starting:
         os.environ[OWNER] = str(os.getpid())
         os.environ[CHANNEL] = msgspec.json.encode(channel).decode()
         os.environ[ADAPTER] = msgspec.json.encode(settings.adapter).decode()
         try:
-            return AsyncLLM.from_engine_args(arguments)
+            return AsyncLLM.from_engine_args(arguments, stat_loggers=[lambda *_: usage])  # pyright: ignore
         except ValueError as error:
             if UNINSPECTED in (reason := _reason(error)):
                 raise RuntimeError(f"vLLM's processes have failed: {reason}") from error

@@ -37,6 +37,7 @@ from actors.engines.vllm_lora import ADAPTER, Adapter, AdapterLoader
 from actors.weights.vllm_channel import StagingThread, WorkerChannel
 from actors.weights.vllm_shadow import ShadowModel
 from evolver_async.model.policy import check_shapes, weight_shapes
+from evolver_async.process import segments
 
 BACKEND = "evolver_channel"
 OWNER = "EVOLVER_ENGINE_OWNER"  # environment variable with the actor's process id
@@ -58,13 +59,14 @@ def _channel() -> WorkerChannel:
 
 
 def _end_with(owner: int) -> None:
-    """Kill this process when `owner` has ended."""
+    """Kill this process when `owner` has ended; nothing else removes its shared memory then."""
     try:
         descriptor = os.pidfd_open(owner)
     except ProcessLookupError:
         pass
     else:
         select.select([descriptor], [], [])
+    segments.remove(segments.mapped(os.getpid()))
     os.kill(os.getpid(), signal.SIGKILL)
 
 

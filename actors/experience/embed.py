@@ -1,19 +1,19 @@
 """Embedding of texts as vectors whose inner product is their similarity.
 
-Either by hashed n-grams of words, which need no model and are equal on every machine, or by a model
-in a local sentence-transformers directory (`actors/engines/embedder.py`), or by a user's function.
-For the n-grams each character counts as a word where a script writes no spaces between words.
+By hashed n-grams of words, which need no model and are equal on every machine, or by a user's
+function. Further embedders: by a model in a local sentence-transformers directory
+(`actors/engines/embedder.py`), and by an endpoint (`embedding_endpoint.py`); `embedders.py` loads
+the configured one. For the n-grams each character counts as a word where a script writes no spaces
+between words.
 """
 
-import importlib
 import re
 import zlib
 from typing import Protocol
 
 import numpy as np
 
-from evolver_async.config import ExperienceConfig
-from evolver_async.extension import imported, is_own, noted
+from evolver_async.extension import imported, noted
 
 DIMENSIONS = 256
 NGRAM = 3  # words
@@ -24,7 +24,6 @@ SPACELESS = (
 )
 WORD = re.compile(rf"[{SPACELESS}]|[^\W{SPACELESS}]+|[^\w\s]")
 KEY = "experience.embedder"
-DEDUP_HASH, DEDUP_NEURAL = 0.95, 0.5  # texts with at least this cosine are duplicates
 
 
 class Embedder(Protocol):
@@ -73,7 +72,7 @@ def embed(texts: list[str], dimensions: int = DIMENSIONS) -> np.ndarray:
     signs_H = np.where(hash_H >> 31, 1.0, -1.0)
     sums = np.bincount(place_H, signs_H, len(texts) * dimensions)
     vectors = sums.reshape(len(texts), dimensions).astype(np.float32)
-    return _of_length_one(vectors)
+    return of_length_one(vectors)
 
 
 class OwnEmbedder:
@@ -102,25 +101,10 @@ class OwnEmbedder:
         if vectors.shape != wanted or not np.isfinite(vectors).all():
             given = f"returned {vectors.shape}" if vectors.shape != wanted else "is not finite"
             raise ValueError(f"{KEY}: {self._path} {given}; one vector a text: {wanted}")
-        return _of_length_one(vectors)
+        return of_length_one(vectors)
 
 
-def _of_length_one(vectors: np.ndarray) -> np.ndarray:
+def of_length_one(vectors: np.ndarray) -> np.ndarray:
     """Scale rows to length 1 in place; those of 0 stay."""
     lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
     return np.divide(vectors, lengths, out=vectors, where=lengths > 0)
-
-
-def load_embedder(config: ExperienceConfig) -> tuple[Embedder, float]:
-    """Load the configured embedder and its cosine from which two texts are duplicates.
-
-    Raise ValueError, which names `experience.embedder`, if its directory holds no model, or if the
-    user's function returns no vectors.
-    """
-    if config.embedder == "hash":
-        return HashEmbedder(config.dimensions), config.dedup or DEDUP_HASH
-    if is_own(config.embedder):
-        return OwnEmbedder(config.embedder), config.dedup or DEDUP_NEURAL
-    # imported here, as a service without a model needs no torch
-    module = importlib.import_module("actors.engines.embedder")
-    return module.load(config.embedder), config.dedup or DEDUP_NEURAL

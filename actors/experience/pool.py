@@ -16,10 +16,12 @@ from typing import NamedTuple
 import numpy as np
 
 from actors.experience.embed import Embedder
+from actors.experience.embedders import CountedEmbedder, EmbedFailed
 from actors.experience.index import Near, VectorIndex, cosine_steps, least_cosine, rank
 from actors.experience.store import ExperienceEntry, Store
 from actors.experience.successes import SuccessMemory
 from actors.experience.templates import advice_of
+from actors.failures import FailureCounts
 
 CANDIDATES = 128  # nearest entries that are ranked
 MAX_ALIKE = 16  # entries with one advice for similar tasks whose texts are alike
@@ -27,6 +29,7 @@ TRIM_SHARE = 100  # trimming removes limit / TRIM_SHARE entries more, as each tr
 COUNTED = ("added", "retired", "evicted", "purged")
 UNGUIDED = 1000  # newest unguided members whose success entries are compared with
 MAX_VECTORS = 4096  # embedded queries in memory
+TOGETHER = 256  # entries that get the vectors of another embedder in one call
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +53,7 @@ class ExperiencePool:
     `capacity` limit the entries of one contributor and in all; the least useful are deleted. An
     entry is retired, that is never retrieved nor added again, if after `retire_uses` uses its
     smoothed success per use is less than `retire_utility` times the success rate of unguided
-    members.
+    members. Raise EmbedFailed if the entries on disk cannot be embedded.
     """
 
     store: Store
@@ -61,30 +64,35 @@ class ExperiencePool:
     per_source: int
     retire_uses: int
     retire_utility: float
+    failures: FailureCounts = field(default_factory=FailureCounts)
     counts: Counter[str] = field(default_factory=Counter, init=False)
     entries: dict[int, ExperienceEntry] = field(default_factory=dict, init=False)  # not retired
 
     def __post_init__(self) -> None:
-        self._index = VectorIndex(self.embedder.dimensions)
+        self._embedder = CountedEmbedder(self.embedder, self.failures)
+        self._index = VectorIndex(self._embedder.dimensions)
         self._retired: dict[int, ExperienceEntry] = {}
         self._known: set[tuple[str, str, str]] = set()  # texts, also of retired entries
         self._sources: Counter[str] = Counter()
         self._unguided, self.unguided_rate = self.store.unguided()
         self._vectors: dict[str, np.ndarray] = {}  # of queries
         self._load()
-        self.successes = SuccessMemory(self.store, self.embedder)
+        self.successes = SuccessMemory(self.store, self._embedder)
 
     def __len__(self) -> int:
         return len(self.entries)
 
     def retrieve(self, query: str, top_k: int, similarity: float) -> list[ExperienceEntry]:
-        """Return the best entries for a task, at most one per state and one per content."""
+        """Return the best entries for a task, at most one per state and one per content.
+
+        Raise EmbedFailed.
+        """
         return self.retrieve_all([query], top_k, similarity)[0]
 
     def retrieve_all(
         self, queries: list[str], top_k: int, similarity: float
     ) -> list[list[ExperienceEntry]]:
-        """Return the best entries for each of some tasks, by one search."""
+        """Return the best entries for each of some tasks, by one search. Raise EmbedFailed."""
         if not queries:
             return []
         least = least_cosine(similarity)
@@ -109,14 +117,17 @@ class ExperiencePool:
         return self.store.take_group(name)
 
     def add(self, items: Iterable[Item], source: str, trajectories: list[str]) -> int:
-        """Add the items that are no duplicates; return their number."""
+        """Add the items that are no duplicates and can be embedded; return their number."""
         before = self.counts["added"]
         for item in items:
             self.counts["items"] += 1
             if (item.when_to_use, item.state, item.content) in self._known:
                 self.counts["duplicates"] += 1
                 continue
-            when, content = self.embedder.embed([item.when_to_use, item.content])
+            try:
+                when, content = self._embedder.embed([item.when_to_use, item.content])
+            except EmbedFailed:
+                continue
             if self._similar(item, when, content):
                 self.counts["duplicates"] += 1
                 continue
@@ -203,6 +214,7 @@ class ExperiencePool:
             "pool_size": len(self.entries),
             "sources": len(self._sources),
             "solved": len(self.successes),
+            "embed_failures": self._embedder.failed,
             "unguided_rate": self.unguided_rate,
             "dedup_share": counts["duplicates"] / max(1, counts["items"]),
             "use_success": counts["successes"] / max(1, counts["uses"]),
@@ -212,11 +224,14 @@ class ExperiencePool:
 
     def _load(self) -> None:
         made_by, entries = self.store.load()
-        if made_by != self.embedder.name:
-            for entry in entries:
-                texts = [entry.when_to_use, entry.content]
-                entry.when_vector, entry.content_vector = self.embedder.embed(texts)
-            self.store.adopt(self.embedder.name, entries)
+        if made_by != self._embedder.name:
+            for start in range(0, len(entries), TOGETHER):
+                some = entries[start : start + TOGETHER]
+                texts = [text for one in some for text in (one.when_to_use, one.content)]
+                vectors = iter(self._embedder.embed(texts))
+                for entry in some:
+                    entry.when_vector, entry.content_vector = next(vectors), next(vectors)
+            self.store.adopt(self._embedder.name, entries)
         for entry in entries:
             if entry.retired:
                 self._retired[entry.id] = entry
@@ -237,7 +252,7 @@ class ExperiencePool:
         """Embed tasks as float32[n, d]; those of the last calls are cached."""
         new = [query for query in dict.fromkeys(queries) if query not in self._vectors]
         vectors = {query: self._vectors[query] for query in queries if query in self._vectors}
-        vectors |= zip(new, self.embedder.embed(new), strict=True)
+        vectors |= zip(new, self._embedder.embed(new), strict=True)
         self._vectors |= vectors
         for query in list(islice(self._vectors, max(0, len(self._vectors) - MAX_VECTORS))):
             del self._vectors[query]

@@ -20,7 +20,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from actors.experience.contrast import contrast_items
-from actors.experience.embed import load_embedder
+from actors.experience.embed import KEY
+from actors.experience.embedders import EmbedFailed, load_embedder
+from actors.experience.embedding_endpoint import EmbedderDown
 from actors.experience.lesson_extractor import LessonExtractor
 from actors.experience.pool import ExperiencePool
 from actors.experience.store import FILE, ExperienceEntry, Store
@@ -42,6 +44,7 @@ from evolver_async.transport.dealer import DealerClient
 from evolver_async.transport.server import Server
 
 REPORT_S = 2.0  # between reports of the counters if nothing else changes
+DOWN_S = 10.0  # between attempts to begin with an embedder that is down
 RETRY_S = 0.1  # until an actor repeats a request whose text is being rewritten
 DIRECTORY = "experience"  # in the run's directory
 SPLIT = "train"  # the only split that contributes
@@ -108,10 +111,14 @@ class ExperienceService:
         """Answer the RETRIEVEs; make changes durable and report the counters if they changed."""
         asked, self._asked = self._asked, []
         queries = [request.query for request, _, _ in asked]
-        found = self.pool.retrieve_all(queries, self._top_k, self._similarity)
+        try:
+            found = self.pool.retrieve_all(queries, self._top_k, self._similarity)
+            embedded = True
+        except EmbedFailed:  # these episodes go unguided
+            found, embedded = [[] for _ in asked], False
         for (request, now, replies), entries in zip(asked, found, strict=True):
             replies.append(self._guidance(request, entries, now))
-        if self._extractor is not None and len(self.pool) > 0:
+        if self._extractor is not None and embedded and len(self.pool) > 0:
             self._note_empty(found)
         if self._changed:
             self._changed = False
@@ -192,18 +199,26 @@ class ExperienceService:
             self.pool.feed_back(episode.experience_ids, episode.success)
 
 
-def open_pool(config: ExperienceConfig, run_dir: Path) -> ExperiencePool:
-    """Open the pool of the run in `run_dir`."""
+def open_pool(
+    config: ExperienceConfig, run_dir: Path, failures: FailureCounts | None = None
+) -> ExperiencePool:
+    """Open the pool of the run in `run_dir`. Raise what `load_embedder` does, and EmbedFailed."""
     embedder, dedup = load_embedder(config)
-    return ExperiencePool(
-        Store(run_dir / DIRECTORY / FILE),
-        embedder,
-        dedup=dedup,
-        capacity=config.capacity,
-        per_source=config.per_source,
-        retire_uses=config.retire_uses,
-        retire_utility=config.retire_utility,
-    )
+    store = Store(run_dir / DIRECTORY / FILE)
+    try:
+        return ExperiencePool(
+            store,
+            embedder,
+            dedup=dedup,
+            capacity=config.capacity,
+            per_source=config.per_source,
+            retire_uses=config.retire_uses,
+            retire_utility=config.retire_utility,
+            failures=failures or FailureCounts(),
+        )
+    except EmbedFailed:
+        store.close()
+        raise
 
 
 def purge_files(config: Config, run_dir: Path, source: str) -> int:
@@ -218,10 +233,10 @@ def purge_files(config: Config, run_dir: Path, source: str) -> int:
 def build(config: Config, run_dir: Path, report: Report) -> ExperienceService:
     """Make the service of the run in `run_dir`, which contains its pool, for any launcher."""
     experience, failures, extractor = config.experience, FailureCounts(), None
+    pool = open_pool(experience, run_dir, failures)
     if experience.kind == "llm":
         endpoint = Endpoint(experience.llm, "experience", failures)
         extractor = LessonExtractor(experience, endpoint)
-    pool = open_pool(experience, run_dir)
     if pool.store.damage:
         alert(run_dir, "experience damaged", pool.store.damage, "ERROR", console=True)
     return ExperienceService(pool, experience, report, extractor, failures)
@@ -260,6 +275,26 @@ class CounterReporter:
             await asyncio.sleep(0.25)
 
 
+def _built(
+    config: Config, run_dir: Path, reporter: CounterReporter, stop: threading.Event
+) -> ExperienceService | None:
+    """Make the service as soon as its texts can be embedded; None if it is stopped before.
+
+    Until then episodes go unguided. An end of this process would use up its restarts instead, after
+    which they would do so for good.
+    """
+    failures = FailureCounts()
+    while not stop.is_set():
+        try:
+            return build(config, run_dir, reporter.report)
+        except (EmbedderDown, EmbedFailed) as error:
+            failures.note("experience", KEY, str(error))
+            reporter.report(messages.Counters(values={}, failures=failures.totals()))
+            log.warning("episodes go unguided until texts can be embedded: %s", error)
+            stop.wait(DOWN_S)
+    return None
+
+
 def main(args: RoleArgs) -> int:
     """Run role `experience` for the run in `args.run_dir` until SIGTERM.
 
@@ -272,7 +307,10 @@ def main(args: RoleArgs) -> int:
     run_id = args.run_dir.name
     client = DealerClient(args.address, run_id, args.name, args.incarnation, keys=args.keys)
     reporter = CounterReporter(client)
-    service = build(config, args.run_dir, reporter.report)
+    service = _built(config, args.run_dir, reporter, stop)
+    if service is None:
+        reporter.close()
+        return 0
     collect_rarely()  # now, so that no collection traverses the entries, 0.1 s for 100,000
     give_back_memory()
     address = experience_address(config, args.address)

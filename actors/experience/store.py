@@ -31,7 +31,9 @@ CREATE TABLE IF NOT EXISTS entries (
     uses INTEGER NOT NULL, utility REAL NOT NULL, retired INTEGER NOT NULL,
     when_vector BLOB NOT NULL, content_vector BLOB NOT NULL, crc INTEGER
 );
-CREATE TABLE IF NOT EXISTS groups (number INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE);
+CREATE TABLE IF NOT EXISTS contributed (
+    number INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE, crc INTEGER
+);
 CREATE TABLE IF NOT EXISTS solved (
     number INTEGER PRIMARY KEY AUTOINCREMENT, source TEXT NOT NULL, query TEXT NOT NULL UNIQUE,
     episodes BLOB NOT NULL, crc INTEGER
@@ -49,6 +51,7 @@ CHECKED = {
         ("facts", ("name", "value")),
         ("entries", COLUMNS),
         ("solved", ("source", "query", "episodes")),
+        ("contributed", ("number", "name")),
     )
 }
 
@@ -96,8 +99,10 @@ class Store:
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path = path
         self.damage = ""
+        opened: sqlite3.Connection | None = None
         try:
-            self._database = _open(path)
+            self._database = opened = _open(path)
+            self._leave_out_damaged()
         except sqlite3.OperationalError:  # locked, unreadable or disk full: the file is intact
             raise
         except sqlite3.DatabaseError as error:
@@ -105,14 +110,15 @@ class Store:
             self.damage = (
                 f"{path} is damaged ({error}) and moved to {aside.name}; the pool is empty"
             )
+            if opened is not None:
+                opened.close()
             path.replace(aside)
             for suffix in ("-wal", "-shm"):
                 path.with_name(path.name + suffix).unlink(missing_ok=True)
             self._database = _open(path)
-        self._leave_out_damaged()
         if self.damage:
             log.error("%s", self.damage)
-        (newest,) = self._database.execute("SELECT max(number) FROM groups").fetchone()
+        (newest,) = self._database.execute("SELECT max(number) FROM contributed").fetchone()
         self.groups: int = newest or 0  # contributed so far
 
     def _aside(self) -> Path:
@@ -131,7 +137,11 @@ class Store:
         return len(copies)
 
     def _leave_out_damaged(self) -> None:
-        """Delete the rows whose checksum is not theirs; the file is copied before."""
+        """Delete the rows whose checksum is not theirs; the file is copied before.
+
+        Raise sqlite3.IntegrityError if a damaged row has become like another one: no index can be
+        made of both.
+        """
         found = {}
         for table, checksum in CHECKED.items():
             wrong = f"SELECT rowid FROM {table} WHERE crc IS NOT {checksum}"
@@ -234,12 +244,16 @@ class Store:
 
     def take_group(self, name: str) -> bool:
         """Register a group; False if it was registered before."""
-        added = self._database.execute("INSERT OR IGNORE INTO groups (name) VALUES (?)", (name,))
+        number = self.groups + 1
+        added = self._database.execute(
+            "INSERT OR IGNORE INTO contributed (number, name) VALUES (?, ?)", (number, name)
+        )
         if added.rowcount == 0:
             return False
-        self.groups += 1
+        self._seal("contributed", "number", number)
+        self.groups = number
         oldest = self.groups - KEPT_GROUPS
-        self._database.execute("DELETE FROM groups WHERE number <= ?", (oldest,))
+        self._database.execute("DELETE FROM contributed WHERE number <= ?", (oldest,))
         return True
 
     def _fact(self, name: str) -> str:
@@ -280,7 +294,7 @@ def copy_pool(source: Path, target: Path) -> None:
         ):
             old.backup(copy)
         with closing(_open(target / FILE)) as copy:
-            copy.execute("DELETE FROM groups")
+            copy.execute("DELETE FROM contributed")
             copy.commit()
     except sqlite3.DatabaseError as error:
         raise ConfigError(f"{source / FILE}: {error}") from error

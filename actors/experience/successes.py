@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 
 from actors.experience.embed import Embedder
+from actors.experience.embedders import EmbedFailed
 from actors.experience.index import cosine_steps
 from actors.experience.store import Store
 from evolver_async.protocol.transcripts import Transcript
@@ -32,7 +33,7 @@ class SolvedGroup:
 
 
 class SuccessMemory:
-    """Newest solved group of each of the last `CAPACITY` queries."""
+    """Newest solved group of each of the last `CAPACITY` queries that could be embedded."""
 
     def __init__(self, store: Store, embedder: Embedder) -> None:
         self._store = store
@@ -58,9 +59,13 @@ class SuccessMemory:
         if not solved:
             return
         group = SolvedGroup(source, query, solved[:EPISODES])
-        _, vector = self._groups.pop(query, (None, None))
+        _, vector = self._groups.get(query, (None, None))
         if vector is None:
-            vector = self._embedder.embed([query])[0]
+            try:
+                vector = self._embedder.embed([query])[0]
+            except EmbedFailed:
+                return
+        self._groups.pop(query, None)
         self._groups[query] = group, vector
         self._store.put_solved(source, query, msgspec.msgpack.encode(group.episodes))
         if len(self._groups) > CAPACITY:
@@ -69,12 +74,16 @@ class SuccessMemory:
     def similar(self, query: str, similarity: float) -> list[SolvedGroup]:
         """Return the groups whose queries have at least this cosine with `query`, nearest first.
 
-        Of equally near ones the newest comes first.
+        Of equally near ones the newest comes first. [] for a query that cannot be embedded.
         """
         if not self._groups:
             return []
+        try:
+            vector = self._embedder.embed([query])[0]
+        except EmbedFailed:
+            return []
         groups, vectors = zip(*self._groups.values(), strict=True)
-        cosines = np.stack(vectors) @ self._embedder.embed([query])[0]
+        cosines = np.stack(vectors) @ vector
         near = [
             (cosine_steps(cosine), number, group)
             for number, (cosine, group) in enumerate(zip(cosines.tolist(), groups, strict=True))

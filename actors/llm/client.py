@@ -98,7 +98,7 @@ class Endpoint:
         logging.getLogger("httpx").setLevel(logging.WARNING)  # at INFO it logs every call
         self._client = httpx.AsyncClient(
             headers={"content-type": "application/json", "accept-encoding": "identity"}
-            | authorization(llm, section),
+            | authorization(llm.key_env, f"{section}.llm.key_env"),
             timeout=None,  # `_call` limits the whole call
             limits=httpx.Limits(max_connections=llm.concurrency),
         )
@@ -231,7 +231,7 @@ class Endpoint:
         except (httpx.HTTPError, httpx.StreamError, OSError, ValueError) as error:
             raise Unavailable("connection", f"{type(error).__name__}: {error}") from error
         if response.status_code != 200:
-            raise _status_failure(response, bytes(received))
+            raise status_failure(response, bytes(received))
         return self._text(body, bytes(received))
 
     def _text(self, body: bytes, received: bytes) -> str:
@@ -259,20 +259,20 @@ class Endpoint:
         return text
 
 
-def authorization(llm: LlmConfig, section: str) -> dict[str, str]:
+def authorization(key_env: str, named: str) -> dict[str, str]:
     """Return the header with the key in the variable `key_env`; none if `key_env` is empty.
 
-    Raise ConfigError, which names the configuration's key, never the secret.
+    Raise ConfigError, which names the configuration's key `named`, never the secret.
     """
-    if not llm.key_env:
+    if not key_env:
         return {}
-    key = secret(llm.key_env, f"{section}.llm.key_env")
+    key = secret(key_env, named)
     if not (key.isascii() and key.isprintable() and key.strip()):
-        raise ConfigError(f"{section}.llm.key_env: {llm.key_env} holds no valid key")
+        raise ConfigError(f"{named}: {key_env} holds no valid key")
     return {"authorization": f"Bearer {key}"}
 
 
-def _status_failure(response: httpx.Response, received: bytes) -> Unavailable:
+def status_failure(response: httpx.Response, received: bytes) -> Unavailable:
     """Convert an answer with a status other than 200."""
     status = response.status_code
     retry_after = RETRY_AFTER.fullmatch(response.headers.get("retry-after", "").strip())

@@ -2,12 +2,14 @@
 
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import msgspec
 import numpy as np
 
 from actors.experience.embed import Embedder, words_of
+from actors.experience.embedders import EmbedFailed
 from actors.questioning.replay import ReplayedEpisode
 from actors.questioning.synthesize import Candidate
 from evolver_async.buffer.tasks.stream import MAX_BYTES
@@ -75,7 +77,10 @@ class KnownTasks:
             return "empty"
         if any(jaccard(words, other) >= self.jaccard for other in others.words):
             return "lexical"
-        vector = self.embedder.embed([task.query])[0]
+        try:
+            vector = self.embedder.embed([task.query])[0]
+        except EmbedFailed:  # its words are new
+            return None
         if any(float(vector @ other) >= self.similarity for other in others.vectors):
             return "semantic"
         return None
@@ -86,7 +91,8 @@ class KnownTasks:
         if task.query:
             others.queries.append(task.query)
             others.words.append(_vocabulary(task.query))
-            others.vectors.append(self.embedder.embed([task.query])[0])
+            with suppress(EmbedFailed):
+                others.vectors.append(self.embedder.embed([task.query])[0])
 
     def _of(self, explored: Task) -> _Map:
         place = _place(explored)

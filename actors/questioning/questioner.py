@@ -16,7 +16,8 @@ import msgspec
 
 from actors.engines.base import Engine
 from actors.envs.base import EnvironmentFailure
-from actors.experience.embed import HashEmbedder, load_embedder
+from actors.experience.embed import Embedder, HashEmbedder
+from actors.experience.embedders import CountedEmbedder, load_embedder
 from actors.failures import FailureCounts
 from actors.llm.client import Endpoint, Unavailable
 from actors.llm.json_client import JsonClient
@@ -63,13 +64,15 @@ class Questioner:
         self.config = config.questioning
         self._failures = failures or FailureCounts()
         self._client: JsonClient | None = None
-        names, embedder = COUNTED, HashEmbedder()
+        names = COUNTED
+        embedder: Embedder = HashEmbedder()
         if self.config.kind == "llm":
             endpoint = Endpoint(self.config.llm, "questioning", failures)
             limit_s = QUESTION_SHARE * (config.buffer.stall_s - config.env.step_timeout_s)
             self._client, names = JsonClient(endpoint, limit_s), COUNTED + LLM_COUNTED
             self._pause_s = min(self.config.llm.breaker_s, limit_s)
-            embedder, _ = load_embedder(config.experience)  # only these tasks have queries
+            loaded, _ = load_embedder(config.experience)  # only these tasks have queries
+            embedder = CountedEmbedder(loaded, self._failures, "questioning")
         self._timeout_s = config.env.step_timeout_s
         profile = self.config.profile
         self._profile = described(load_profile(profile)) if profile else ""

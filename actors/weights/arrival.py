@@ -11,6 +11,10 @@ from evolver_async.weights.probe import Probe, ScoredProbe, fault
 log = logging.getLogger(__name__)
 
 
+class EngineLost(RuntimeError):
+    """End of an engine's processes during a call, which may be the cause."""
+
+
 class ScoringEngine(Protocol):
     """The part of an engine that the check uses; see `actors.engines.base.Engine`."""
 
@@ -32,15 +36,22 @@ class ArrivalCheck:
     noted: asyncio.Event = field(default_factory=asyncio.Event)
     checked: int = 0
     failed: int = 0
+    _stopped: bool = False  # after the engine was lost during a check
     _before: ScoredProbe | None = None
     _differences: float = 0.0
 
     async def check(self, weights: WeightId, probe: Probe) -> None:
         """Score the probe of adopted weights; log an error if the engine holds others."""
+        if self._stopped:
+            return
         try:
             logprobs = await self.engine.score(probe.tokens)
         except FloatingPointError as error:  # broken weights, of which every generation tells
             log.error("weights %s: %s", weights, error)
+            return
+        except EngineLost as error:  # perhaps by this, so it would be lost with every version
+            self._stopped = True
+            log.error("weights %s: %s; their arrival is no longer checked", weights, error)
             return
         if self.engine.weights != weights:
             return  # restarted meanwhile with other weights

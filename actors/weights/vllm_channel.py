@@ -88,7 +88,7 @@ class StagingThread:
         self._receiver.close()
 
     def _work(self) -> None:
-        state, shown, looked = WorkerState(), b"", -REFRESH_S
+        state, written, looked = WorkerState(), b"", -REFRESH_S
         while True:
             request = None
             with contextlib.suppress(queue.Empty):
@@ -102,10 +102,11 @@ class StagingThread:
                 if head != state.head or time.monotonic() > looked + REFRESH_S:
                     state.head, state.held = head, self._receiver.available()
                     looked = time.monotonic()
-                if shown != (shown := msgspec.json.encode(state)):
+                if (shown := msgspec.json.encode(state)) != written:
                     part = self._file.with_name(f".{self._file.name}")
                     part.write_bytes(shown)
                     os.replace(part, self._file)
+                    written = shown  # not before: what failed is to be written again
             except Exception:
                 log.exception("a worker cannot tell its actor which weights it holds")
                 time.sleep(REFRESH_S)

@@ -195,6 +195,8 @@ class BufferService:
                     return [messages.Reject(reason=problem)]
                 if failed := self.failures.take_in(peer, request.failures, now):
                     self.activity.peers[peer].failed = (failed, now)
+                    if failed.startswith("engine ") and self.run_dir is not None:
+                        alert(self.run_dir, f"death of the engine of {peer}", failed, "ERROR")
                 self._record_gauges(peer, request.gauges, now)
                 if self.run_dir is not None:
                     first_reply.keep(self.run_dir, request.first_reply)

@@ -13,10 +13,10 @@ from evolver_async.config.paths import check_paths, with_absolute_paths
 from evolver_async.launch.creation import with_snapshot
 from evolver_async.launch.registry import check_wings, resolve
 from evolver_async.metrics import wandb_upload
+from evolver_async.metrics.replies import check_writable, compared
 from evolver_async.metrics.wandb_process import online
 from evolver_async.process.setup import die_with, prepare_process
 from evolver_async.results.progress import ProgressLines
-from evolver_async.results.replies import check_writable, compared
 from evolver_async.results.run import load_run
 from evolver_async.study.directory import Study, existing
 from evolver_async.terminal import say

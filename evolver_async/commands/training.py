@@ -21,8 +21,8 @@ from evolver_async.launch import forking, own_code, pace
 from evolver_async.launch.creation import create
 from evolver_async.launch.pace import Pace
 from evolver_async.launch.registry import LAUNCHERS, resolve
-from evolver_async.launch.resumption import FinishedRun, resume
-from evolver_async.launch.run_directory import locked
+from evolver_async.launch.resumption import FinishedRun, raised_rate, resume
+from evolver_async.launch.run_directory import config_of, locked
 from evolver_async.metrics import launches
 from evolver_async.metrics.alerts import FAILED, alert, last_title
 from evolver_async.metrics.gauges import GaugeThread
@@ -137,12 +137,14 @@ def _prepare(
         _warn_of_ignored(begun, [one for one in dotlist if one not in places])
         return resume(begun, places), begun, []
     run_dir = run_directory(args.resume)
+    before = config_of(run_dir, checked=False)
     if args.fork is not None:
         config, run_dir = forking.fork(run_dir, args.fork, dotlist, args.step)
         held.enter_context(locked(run_dir))
-        return config, run_dir, []
-    held.enter_context(locked(run_dir))
-    return resume(run_dir, dotlist, args.step), run_dir, []
+    else:
+        held.enter_context(locked(run_dir))
+        config = resume(run_dir, dotlist, args.step)
+    return config, run_dir, raised_rate(before, config, run_dir)
 
 
 def _names_place(change: str) -> bool:

@@ -3,7 +3,7 @@
 # ruff: noqa: F401, F403  (the other packages import these names from here)
 
 from evolver_async.config.sections import *
-from evolver_async.config.sections.agentevolver import LlmConfig
+from evolver_async.config.sections.agentevolver import EmbeddingConfig, LlmConfig
 from evolver_async.config.sections.data import PartConfig
 from evolver_async.config.sections.rollout import LatencyConfig
 from evolver_async.config.sections.run import LoraConfig

@@ -8,6 +8,7 @@ from pathlib import Path
 from evolver_async.config import hub
 from evolver_async.config.secrets import reveal
 from evolver_async.config.sections import Config
+from evolver_async.config.sections.agentevolver import EMBEDDERS
 from evolver_async.config.sections.run import RunName
 from evolver_async.config.shape import GGUF
 from evolver_async.config.values.errors import ConfigError
@@ -27,7 +28,7 @@ def with_absolute_paths(config: Config) -> Config:
         return path if hub.is_id(path) else absolute(path)
 
     embedder = config.experience.embedder
-    named = embedder == "hash" or is_own(embedder)
+    named = embedder in EMBEDDERS or is_own(embedder)
     return replace(
         with_task_paths(config, unless_id),
         policy=replace(config.policy, path=unless_id(config.policy.path)),
@@ -58,7 +59,7 @@ def directory_of(config: Config, name: str) -> Path:
 
 
 def embeds_by_model(config: Config) -> bool:
-    """Return True if a process of the run loads the model or function in `experience.embedder`."""
+    """Return True if a process of the run loads what `experience.embedder` names, n-grams apart."""
     used = config.experience.kind != "none" or config.questioning.kind == "llm"
     return used and config.experience.embedder != "hash"
 
@@ -67,8 +68,9 @@ def check_paths(config: Config) -> None:
     """Raise ConfigError for a path of the configuration that is missing or not writable."""
     _check_policy(config)
     embedder = config.experience.embedder
-    if embeds_by_model(config) and not (is_own(embedder) or Path(embedder).is_dir()):
-        known = "hash, a directory nor package.module:function"
+    named = embedder in EMBEDDERS or is_own(embedder)
+    if embeds_by_model(config) and not (named or Path(embedder).is_dir()):
+        known = "hash, endpoint, a directory nor package.module:function"
         raise ConfigError(f"experience.embedder: {embedder} is neither {known}")
     if not Path(config.weights.dir).is_dir():
         raise ConfigError(f"weights.dir: {config.weights.dir} is not a directory")

@@ -32,6 +32,7 @@ class DecoderShape:
 
     `stored`: the type of its files, "" if that is unknown. `positions`: its longest context, 0 if
     that is unknown. A layer has `experts` MLPs of size `inner`, of which a token passes `active`.
+    `windowed`: some layers attend to a part of the context alone.
     """
 
     layers: int
@@ -48,6 +49,7 @@ class DecoderShape:
     positions: int = 0
     experts: int = 1
     active: int = 1
+    windowed: bool = False
 
     @property
     def queries(self) -> int:
@@ -138,6 +140,7 @@ def _read(found: dict[str, Any]) -> DecoderShape:
         positions=found.get("max_position_embeddings") or 0,
         experts=experts,
         active=found.get("num_experts_per_tok") or 1 if experts > 1 else 1,
+        windowed=bool(found.get("sliding_window")) and found.get("use_sliding_window", True),
     )
 
 
@@ -165,6 +168,7 @@ def _of_gguf(path: Path) -> DecoderShape:
         positions=found.get(f"{kind}.context_length") or 0,
         experts=experts,
         active=found.get(f"{kind}.expert_used_count") or 1,
+        windowed=bool(found.get(f"{kind}.attention.sliding_window")),
     )
 
 

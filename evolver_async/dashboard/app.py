@@ -13,6 +13,7 @@ from textual.screen import ModalScreen
 from textual.widgets import Static
 
 from evolver_async.dashboard.actors import actors
+from evolver_async.dashboard.evaluated import evaluated
 from evolver_async.dashboard.evolving import evolving
 from evolver_async.dashboard.feed import RunFeed, RunSnapshot
 from evolver_async.dashboard.happenings import happenings
@@ -23,12 +24,13 @@ from evolver_async.terminal import plain
 
 DRAWN = "view", "head", "foot"
 EVERY_S = 1.0  # between two looks at the files, and between two requests for STATUS
-VIEWS = ("overview", "staleness", "actors", "buffer", "events", "evolving")
+VIEWS = ("overview", "staleness", "actors", "buffer", "events", "evolving", "replies")
 WINDOWS = (1, 10, 50)  # steps in a mean
 STATES = {"running": "green", "finished": "cyan", "stopped": "yellow"}
 KEYS = """\
-1 … 6        overview, staleness, actors, buffer, events,
-             evolving: experience, judge and questioning
+1 … 7        overview, staleness, actors, buffer, events,
+             evolving: experience, judge and questioning,
+             replies of the newest saved evaluation
 ← →          the previous view, the next view
 s            curves of each step, or of means of 10 or 50 steps
 t            curves over steps or over training time
@@ -163,6 +165,8 @@ class RunDashboard(App[None]):
                 return stock(snapshot, self.options, width, height)
             case "evolving":
                 return evolving(snapshot, self.options, width, height)
+            case "replies":
+                return evaluated(snapshot, width)
             case _:
                 return happenings(snapshot, width)
 

@@ -15,6 +15,7 @@ from typing import Any
 from evolver_async.config import Config, ConfigError
 from evolver_async.launch.run_directory import address_of, last_lines, pause_notice
 from evolver_async.metrics.lineages import current_rows, key_of
+from evolver_async.metrics.replies import SavedReply, files_in, load
 from evolver_async.metrics.tail import Tail
 from evolver_async.process.addresses import keys_of
 from evolver_async.results.events import RunEvent, events, restarts_logged
@@ -53,7 +54,8 @@ class RunSnapshot:
     those of the step under way. `status`: the newest answer to STATUS, None without one. `silence`:
     the reason why the buffer gives no answer now, "" if it gives one. `ended`: the groups by state
     and the ledger of a run that has ended, None if they are not known; `unknown` says why.
-    `errors`: of the logs of a run that has ended.
+    `errors`: of the logs of a run that has ended. `replies`: those of the newest saved evaluation,
+    the file `replies_of`; [] without any, or if `unread` says why they cannot be read.
     """
 
     name: str
@@ -72,6 +74,9 @@ class RunSnapshot:
     ended: tuple[dict[str, int], dict[str, Any]] | None = None
     unknown: str = ""
     errors: list[LoggedError] = field(default_factory=list)
+    replies: list[SavedReply] = field(default_factory=list)
+    replies_of: str = ""
+    unread: str = ""
 
     @property
     def live(self) -> bool:
@@ -94,6 +99,7 @@ class RunFeed:
         self._rows: list[dict[str, Any]] = []
         self._restarts: list[RunEvent] = []
         self._log_size = -1
+        self._newest: tuple[Path, int] | None = None  # saved evaluation, and its time
         self._digest_of = digests(config)
         setups = Setup.by_stage(config)
         steps = steps_of(config, run_dir)
@@ -129,7 +135,22 @@ class RunFeed:
             changes |= self._add(rows)
         changes["end"] = self._ending()
         changes["paused"] = plain(pause_notice(self.run_dir) or "")
-        return changes
+        return changes | self._read_replies()
+
+    def _read_replies(self) -> dict[str, Any]:
+        """Read the newest saved evaluation if there is another one; return what has changed."""
+        newest = next(iter(files_in(self.run_dir).items()), None)
+        if newest == self._newest:
+            return {}
+        self._newest = newest
+        if newest is None:
+            return {"replies": [], "replies_of": "", "unread": ""}
+        path, _ = newest
+        try:
+            return {"replies": load(path), "replies_of": path.name, "unread": ""}
+        except ConfigError as error:
+            said = plain(str(error).replace(str(path), path.name))
+            return {"replies": [], "replies_of": path.name, "unread": said}
 
     def _look_back(self) -> dict[str, Any]:
         ended, unknown = None, ""

@@ -5,6 +5,7 @@ No child outlives this process, however it ends: the kernel kills them too (see 
 
 import logging
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 from evolver_async.config import Config
@@ -36,3 +37,5 @@ def run(config: Config, run_dir: Path) -> int:
     finally:
         for one in claims:
             one.remove()
+        with suppress(OSError):  # of actors that were killed
+            sweep(Path(config.weights.dir))

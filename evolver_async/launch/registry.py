@@ -32,7 +32,7 @@ ROLES = PROCESSES | {
     "eval": "actors.evaluate:evaluate",  # (run_dir, episodes, step, split, file) -> text
     "eval_model": "actors.evaluate:evaluate_model",  # (config, episodes, file) -> text
     "exact": "actors.envs.exact:exact",  # (tasks, max_turns) -> values, None without
-    "embedder": "actors.experience.embed:load_embedder",  # (experience) -> embedder, cosine
+    "embedder": "actors.experience.embedders:load_embedder",  # (experience) -> embedder, cosine
     "vocabulary": "actors.envs.vocabulary:vocabulary_of",  # (config) -> words
     "check_engine": "actors.engines.model_check:check",  # (config, model, tokenizer) -> None
     "check_prompts": "actors.checks.prompts:check",  # (config) -> tokens of the longest prompt

@@ -8,10 +8,11 @@ from typing import Any
 from evolver_async.buffer.log.quarantine import JournalError
 from evolver_async.buffer.log.reader import JournalReader
 from evolver_async.checkpoint import history
-from evolver_async.checkpoint.directory import exists
+from evolver_async.checkpoint.directory import exists, resumable
 from evolver_async.config import Config
-from evolver_async.config.load import dump, load_written, stage_as_written
+from evolver_async.config.load import dump, load_written, stage_as_written, stage_config
 from evolver_async.config.paths import with_absolute_paths
+from evolver_async.config.sections.learner import lr_at
 from evolver_async.config.sections.run import limits_reached
 from evolver_async.config.shape import GGUF
 from evolver_async.config.values.errors import ConfigError
@@ -31,6 +32,7 @@ MAY_CHANGE = (
     "revision",
     "max_length",
 )  # of the policy; its other keys shape or scale the weights
+RISE = 1.01  # of a learning rate, from which on it is told
 CRITIC = "critic."  # beginning of the names of a critic's files in a checkpoint
 
 
@@ -152,6 +154,35 @@ def check_continues(run_dir: Path, before: Config, after: Config, state: dict[st
             f"{run_dir}: is finished; to continue, lengthen its last stage ({limits}), append one"
             " (stages+={kind: rl, steps: …}) or go back (--step N)"
         )
+
+
+def raised_rate(before: Config, after: Config, run_dir: Path) -> list[str]:
+    """Tell of a learning rate that rises, as the stage in training has other steps than `before`.
+
+    Only the changed schedule is told, not a change of the section `learner`, which was asked for.
+    The run continues from its newest checkpoint. It keeps the changed steps: a decay to their end
+    is what a stage of that many steps has.
+    """
+    found = resumable(run_dir / "checkpoints")
+    state = history.numbers(found[-1][0]) if found else {}
+    if not state or not (done := state["take"] - state["stage_take"]):
+        return []
+    index = state["stage"]
+    if stage_as_written(before, index).learner != stage_as_written(after, index).learner:
+        return []
+    stage = stage_config(after, index, state["rollbacks"])
+    steps = after.stages[index].steps
+    # of the same step: what the stage had next, or had in the end, and what it has now
+    was = lr_at(done, stage.learner, steps=before.stages[index].steps)
+    rate = lr_at(done, stage.learner, steps=steps)
+    if rate <= RISE * was:
+        return []
+    key = f"stages.{index}.override.learner"
+    lr = was / stage.safety.rollback_lr ** state["rollbacks"]
+    return [
+        f"stages[{index}].steps: learner.lr rises from {was:.3g} to {rate:.3g}, as {steps} steps"
+        f" have a longer schedule; to go on at {was:.3g}: {key}.lr={lr:.3g} {key}.decay=none"
+    ]
 
 
 def _refuse_changed_data(before: Config, after: Config) -> None:

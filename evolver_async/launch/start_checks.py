@@ -17,7 +17,8 @@ from evolver_async.config.values.errors import ConfigError
 from evolver_async.launch.gpus import VISIBLE, check_visible
 from evolver_async.launch.registry import check_wings
 from evolver_async.memory.gpus import check_gpu_memory
-from evolver_async.memory.host import check_memory
+from evolver_async.memory.host import check_memory, uses_gpu
+from evolver_async.memory.vllm_limits import check_vllm
 from evolver_async.metrics.sinks import sink_of
 from evolver_async.metrics.wandb_process import has_key
 from evolver_async.process.addresses import experience_address, keys_of
@@ -63,6 +64,10 @@ def _check_ray(config: Config) -> None:
 
 def _check_gpus(config: Config) -> None:
     check_visible(config, os.environ.get(VISIBLE))
+
+
+def _check_vllm(config: Config) -> None:
+    check_vllm(config, uses_gpu(config.engine.device))
 
 
 def _sweep(config: Config) -> None:
@@ -166,5 +171,6 @@ CHECKS = (
         check_temporary,
         _check_prometheus,
     ),
-    *(_check_ray, _check_gpus, _check_wandb, _sweep, check_memory, check_gpu_memory),
+    *(_check_ray, _check_gpus, _check_wandb, _sweep, _check_vllm),
+    *(check_memory, check_gpu_memory),
 )

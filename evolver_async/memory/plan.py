@@ -13,12 +13,14 @@ from pathlib import Path
 
 from evolver_async.config import Config
 from evolver_async.config.load import stage_config
+from evolver_async.config.sections.agentevolver import EMBEDDERS
 from evolver_async.config.sections.channel import channel, versions_kept
 from evolver_async.config.shape import DecoderShape
 from evolver_async.extension import is_own
 from evolver_async.memory.bounds import CRITICS, MAX_COPIED
 from evolver_async.memory.passes import activation_bytes, logits_bytes, prefill_bytes
 from evolver_async.memory.units import DTYPE_BYTES, FLOAT, MIB, stored
+from evolver_async.memory.vllm_limits import cpu_kv_bytes
 
 PREFILL = "prefill"  # held while an engine computes: in a serial run one at a time
 MERGED = "merged weights"  # of an engine on a CPU
@@ -245,8 +247,8 @@ def _experience(config: Config) -> Iterable[MemoryPart]:
 
 
 def _embedder(config: Config) -> list[MemoryPart]:
-    """Weights of the model that embeds texts; none for hashed n-grams and functions."""
-    if config.experience.embedder == "hash" or is_own(config.experience.embedder):
+    """Weights of the model that embeds texts; none for n-grams, endpoints and functions."""
+    if config.experience.embedder in EMBEDDERS or is_own(config.experience.embedder):
         return []
     found = Path(config.experience.embedder)
     files = [*found.glob("*.safetensors")] or [*found.glob("pytorch_model*.bin")]
@@ -267,9 +269,9 @@ def _kv_key(config: Config) -> str:
 
 
 def kv_bytes(config: Config, shape: DecoderShape) -> float:
-    """Bytes of an engine's KV cache on the CPU; vLLM takes 128 MiB unless told otherwise."""
+    """Bytes of an engine's KV cache on the CPU, in vLLM of all its workers."""
     if config.engine.kind == "vllm":
-        return config.engine.kv_cache_bytes or 128 * MIB
+        return config.engine.tensor_parallel * cpu_kv_bytes(config, shape)
     columns = config.engine.slots * (config.policy.max_length + 1)
     return 2 * columns * shape.layers * shape.keys * DTYPE_BYTES[config.policy.decided_dtype]
 

@@ -16,7 +16,7 @@ FAMILIES: dict[str, tuple[str, ...]] = {
         *("train", "staleness", "offpolicy", "offpolicy_guided", "offpolicy_unguided", "loss"),
         *("learner", "critic", "dpo", "selection", "overlong", "boost", "advantage", "histogram"),
         *("safety", "alarm", "buffer", "actors", "censor", "weights", "wandb", "trajectories"),
-        *("guidance", "offpolicy_swapped", "env"),
+        *("guidance", "offpolicy_swapped", "env", "engine"),
         *(f"lag_{bucket}" for bucket in ("0", "1", "2", "3-4", "5-8", "9+")),
     ),
     ENV_STEPS: (

@@ -35,7 +35,7 @@ from evolver_async.metrics.wandb_process import (
     read_state,
     write_state,
 )
-from evolver_async.metrics.wandb_rows import COLUMNS, StepExtras
+from evolver_async.metrics.wandb_rows import COLUMNS, REPLY_COLUMNS, StepExtras
 from evolver_async.terminal import say
 
 POLL_S = 0.5
@@ -159,6 +159,9 @@ class Upload:
                 self.run.alert(title=alert["title"], text=alert["text"], level=alert["level"])
         for gauges in self.extras.gauges(last):
             self._log(gauges)
+        for name, replies in self.extras.replies():
+            table = self.wandb.Table(columns=list(REPLY_COLUMNS), data=replies)
+            self.run.log({f"replies/{name}": table})
         self._save()
         return len(rows)
 
@@ -192,8 +195,8 @@ class Upload:
 
     def _save(self, after_s: float = 0.0) -> None:
         if time.monotonic() - self.saved >= after_s:
-            self.saved = time.monotonic()
             write_state(self.run_dir, self.state)
+            self.saved = time.monotonic()
 
     def finish(self) -> None:
         """Wait until W&B has everything."""

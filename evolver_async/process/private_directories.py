@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from evolver_async.files import parsed
+from evolver_async.process import segments
 from evolver_async.process.mounts import mount_of
 
 PREFIX = "evolver-"
@@ -181,6 +182,7 @@ def _is_claimed(directory: Path) -> bool:
 
 def _remove(directory: Path) -> None:
     """Remove a directory, `owner.json` last: a later sweep recognizes the rest by it."""
+    segments.remove_noted(directory)
     _empty(directory)
     shutil.rmtree(directory, ignore_errors=True)
 

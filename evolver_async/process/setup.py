@@ -4,6 +4,7 @@ import ctypes
 import logging
 import os
 import resource
+import shutil
 import signal
 import sys
 from collections.abc import Callable
@@ -29,6 +30,7 @@ from evolver_async.terminal import harmless, say
 SET_PDEATHSIG = 1  # of prctl
 LOOPBACK = ("localhost", "127.0.0.1")
 MOST_FILES = 1 << 16  # enough for all names; a program may try all numbers up to its limit
+LOG_BYTES = 64 << 20  # of a log, and of the copy of what it held before
 INCARNATIONS = 1000  # of one process in one launch; those of the next launch are higher
 
 log = logging.getLogger(__name__)
@@ -130,7 +132,7 @@ def set_up_logging(log_file: Path | None, stderr_level: int) -> None:
     handlers: list[logging.Handler] = []
     if log_file is not None:
         log_file.parent.mkdir(parents=True, exist_ok=True)
-        handlers.append(LogFile(log_file, encoding="utf-8"))
+        handlers.append(LogFile(log_file))
     if log_file is None or not os.path.samestat(os.fstat(2), os.stat(log_file)):
         stderr = logging.StreamHandler()
         stderr.setLevel(stderr_level if log_file is not None else logging.INFO)
@@ -143,14 +145,31 @@ def set_up_logging(log_file: Path | None, stderr_level: int) -> None:
 
 
 class LogFile(logging.FileHandler):
-    """Log file that can lie on a full disk: its lines wait, and stderr has one line about it."""
+    """Log file that can lie on a full disk: its lines wait, and stderr has one line about it.
+
+    From `limit_bytes` on it begins anew, and a copy with `.1` behind its name has what it held. It
+    is emptied and not renamed: the stderr of its process appends to it as well.
+    """
 
     _failed = _told = False
+
+    def __init__(self, path: Path, *, limit_bytes: int = LOG_BYTES) -> None:
+        super().__init__(path, encoding="utf-8")
+        self._step = self._limit = limit_bytes
 
     def emit(self, record: logging.LogRecord) -> None:
         self._failed = False
         super().emit(record)
         self._told = self._failed
+        with suppress(OSError):  # a full disk, or the file is gone
+            if (size := os.stat(self.baseFilename).st_size) > self._limit:
+                self._begin_anew(size)
+
+    def _begin_anew(self, size: int) -> None:
+        self._limit = size + self._step  # unless there is room for the copy
+        shutil.copyfile(self.baseFilename, f"{self.baseFilename}.1")
+        os.truncate(self.baseFilename, 0)
+        self._limit = self._step
 
     def handleError(self, record: logging.LogRecord) -> None:
         error = sys.exc_info()[1]

@@ -11,6 +11,7 @@ FailureKind = Literal[
     "reward",  # a reward term of the user: it raised, or returned no finite number
     "late",  # an episode that missed its deadline by the policy's fault
     "policy",  # a group without a readable turn
+    "engine",  # the processes of an actor's engine have died
     "weights",  # a version that an engine with older weights could not adopt
     "host",  # one with other versions than the buffer's
     "judge",  # this and the following: an endpoint or its answer

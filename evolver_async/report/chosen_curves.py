@@ -128,6 +128,21 @@ QUESTIONING = (
     ),
 )
 
+ENGINE = (
+    Curve(
+        "Engine: KV cache in use, prompts found in it",
+        {"engine/kv_use": "in use", "engine/reused_share": "reused"},
+    ),
+    Curve(
+        "Engine: waiting requests, preemptions, restarts",
+        {
+            "engine/waiting": "waiting",
+            "engine/preemptions": "preemptions",
+            "engine/restarts": "restarts",
+        },
+    ),
+)
+
 
 @dataclass(frozen=True)
 class Mechanism:
@@ -177,5 +192,13 @@ MECHANISMS = (
         QUESTIONING,
         "Turns of explorations are the cost of synthetic tasks. Only tasks that the policy solves"
         " in part teach something.",
+    ),
+    Mechanism(
+        "engine",
+        "Engine",
+        ("engine/restarts",),
+        ENGINE,
+        "vLLM: a full KV cache with preemptions needs a larger engine.kv_cache_bytes, or fewer"
+        " engine.slots.",
     ),
 )

@@ -17,11 +17,11 @@ from evolver_async.checkpoint.history import evaluation_of
 from evolver_async.config import Config, ConfigError
 from evolver_async.launch.run_directory import config_of
 from evolver_async.metrics.lineages import current_rows, key_of
+from evolver_async.metrics.replies import SavedReply, saved_in
 from evolver_async.metrics.tail import Tail
 from evolver_async.results.events import RunEvent, events, restarts_logged
 from evolver_async.results.history import RunHistory
 from evolver_async.results.progress import ProgressReceiver, unheard
-from evolver_async.results.replies import SavedReply, saved_in
 from evolver_async.results.table import MetricTable
 from evolver_async.results.trajectories import RecordedTrajectory, trajectories
 from evolver_async.schema import Role, Sequence

@@ -1,4 +1,5 @@
-"""Texts of a row of metrics: numbers, durations, evaluations, experience, judge, questioning. Pure.
+"""Texts of a row of metrics: numbers, durations, evaluations, experience, judge, questioning,
+engine. Pure.
 
 A text is made of the metrics that the row has, and is "" without them.
 """
@@ -23,6 +24,14 @@ JUDGE = (
     ("judge/length_bias", "length {:+.2f}"),
     ("judge/good_share", "{:.0%} GOOD"),
 )
+ENGINE = (
+    ("engine/kv_use", "KV {:.0%}"),
+    ("engine/reused_share", "reused {:.0%}"),
+    ("engine/waiting", "{:.0f} waiting"),
+    ("engine/preemptions", "{:,.0f} preemptions"),
+    ("engine/pause_s", "paused {:.1f} s"),
+    ("engine/restarts", "{:.0f} restarts"),
+)
 QUESTIONING = (
     ("questioning/pool_size", "{:,.0f} tasks"),
     ("questioning/useful", "{:,.0f} useful"),
@@ -32,11 +41,12 @@ QUESTIONING = (
 
 
 def mechanisms(row: Row) -> Iterator[tuple[str, str]]:
-    """Yield guidance, judge and questioning of a step, without those that the row lacks."""
+    """Yield guidance, judge, questioning and engine of a step, without those that the row lacks."""
     for name, text in (
         ("guidance", guidance(row)),
         ("judge", _joined(row, JUDGE)),
         ("questioning", _joined(row, QUESTIONING)),
+        ("engine", _joined(row, ENGINE)),
     ):
         if text:
             yield name, text

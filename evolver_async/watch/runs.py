@@ -17,6 +17,7 @@ from typing import Any
 
 from evolver_async.buffer.stages import evaluation_digest
 from evolver_async.checkpoint.directory import resumable
+from evolver_async.checkpoint.history import numbers
 from evolver_async.config import Config, ConfigError
 from evolver_async.config.load import load_written, stage_config
 from evolver_async.files import parsed, write_whole
@@ -129,9 +130,13 @@ def summary(run_dir: Path, ending: Ending) -> list[str]:
         if limit
     ]
     place, rate = f"stages.{len(others)}", newest_rate(rows)
-    if last.steps and stage_config(config, len(others)).learner.decay != "none" and rate:
-        # A longer stage has another schedule, in which the rate would rise again.
-        longer += [f"{place}.override.learner.{key}" for key in (f"lr={rate:g}", "decay=none")]
+    stage = stage_config(config, len(others))
+    if last.steps and stage.learner.decay != "none" and rate:
+        # A longer stage has another schedule, in which the rate would rise again. Rollbacks have
+        # made it smaller, and would do so again.
+        rollbacks = numbers(saved[-1][0]).get("rollbacks", 0) if saved else 0
+        lr = rate / stage.safety.rollback_lr**rollbacks
+        longer += [f"{place}.override.learner.{key}" for key in (f"lr={lr:g}", "decay=none")]
         lines.append(f"the schedule of the last stage has ended, at learner.lr {rate:g}")
     lines.append(f"extend: {resume.partition(': ')[2]} {' '.join(longer)}")
     return [*lines, f"export: evolver-async export {run} OUT"]

@@ -14,7 +14,7 @@ from evolver_async.config import CorrectionConfig
 from evolver_async.errors import TrainingError
 from evolver_async.extension import is_own, noted
 from evolver_async.schema import Array
-from learner.loss.correction import ActionTokens, Corrected, correction_of
+from learner.loss.correction import ActionTokens, Corrected, StepTokens, correction_of
 
 METRIC_NAME = re.compile(r"[\w.@-]{1,64}")  # as of an environment's own numbers
 NUMBERS = ("ratio_N", "weight_N", "w_N", "r_N")  # fields of Corrected, one number a token
@@ -54,9 +54,7 @@ def _writes(tokens: ActionTokens) -> dict[str, int]:
     return {one.name: getattr(tokens, one.name)._version for one in fields(tokens)}
 
 
-def prepared(
-    settings: CorrectionConfig, old_N: Array, anchor_N: Array, advantage_N: Array
-) -> Array:
+def prepared(settings: CorrectionConfig, tokens: StepTokens) -> Array:
     """Return what the kind's `prepare` computes of a step's ACTION tokens, else ones.
 
     An own one gets copies: what it changes in place changes nothing else. Raises TrainingError,
@@ -64,21 +62,22 @@ def prepared(
     """
     prepare = getattr(correction_of(settings), "prepare", None)
     if prepare is None:
-        return np.ones_like(old_N)
+        return np.ones_like(tokens.old_N)
     if not is_own(settings.kind):
-        return prepare(old_N, anchor_N, advantage_N, settings)
+        return prepare(tokens, settings)
     # not read-only views, through which torch.from_numpy would write after a warning
-    given = [array_N.copy() for array_N in (old_N, anchor_N, advantage_N)]
-    found = noted("correction.kind", f"prepare of {settings.kind}", prepare)(*given, settings)
+    given = StepTokens(**{name: array_N.copy() for name, array_N in vars(tokens).items()})
+    found = noted("correction.kind", f"prepare of {settings.kind}", prepare)(given, settings)
+    wanted = tokens.old_N.shape
     try:
         prepared_N = np.asarray(found, np.float32)
-        problem = "" if prepared_N.shape == old_N.shape else f"shape {prepared_N.shape}"
+        problem = "" if prepared_N.shape == wanted else f"shape {prepared_N.shape}"
     except (TypeError, ValueError, RuntimeError) as error:  # the latter: a tensor with a gradient
-        prepared_N, problem = old_N, f"{type(found).__name__} ({error})"
+        prepared_N, problem = tokens.old_N, f"{type(found).__name__} ({error})"
     if problem:
-        wanted = f"shape {old_N.shape}: one number a token"
         raise TrainingError(
-            f"correction.kind: prepare of {settings.kind} returned {problem}, not {wanted}"
+            f"correction.kind: prepare of {settings.kind} returned {problem}, not shape {wanted}:"
+            " one number a token"
         )
     return prepared_N
 

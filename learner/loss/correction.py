@@ -45,6 +45,23 @@ class ActionTokens:
 
 
 @dataclass(frozen=True)
+class StepTokens:
+    """ACTION tokens of a whole step, as the `prepare` of a correction sees them: NumPy arrays.
+
+    As in `ActionTokens`, but trajectory_N numbers the trajectories of the step, not those of a
+    micro-batch.
+    """
+
+    old_N: Array
+    anchor_N: Array
+    advantage_N: Array
+    trajectory_N: Array
+    lag_N: Array
+    position_N: Array
+    group_N: Array
+
+
+@dataclass(frozen=True)
 class Corrected:
     """Ratio and weight of every token for the loss, and constants for the log.
 
@@ -65,8 +82,7 @@ class Corrected:
 
 
 Correction = Callable[[ActionTokens, CorrectionConfig], Corrected]
-# float32[N] of the ACTION tokens of a whole step, from old_N, anchor_N and advantage_N.
-Prepare = Callable[[Array, Array, Array, CorrectionConfig], Array]
+Prepare = Callable[[StepTokens, CorrectionConfig], Array]  # to float32[N]
 C = TypeVar("C", bound=Correction)
 
 
@@ -202,21 +218,20 @@ def vcpo(tokens: ActionTokens, settings: CorrectionConfig) -> Corrected:
     )
 
 
-def kept_by_second_moment(
-    old_N: Array, anchor_N: Array, advantage_N: Array, settings: CorrectionConfig
-) -> Array:
+def kept_by_second_moment(tokens: StepTokens, settings: CorrectionConfig) -> Array:
     """Return 1 for the tokens that train, 0 for the outliers among those that a clip could hold.
 
     Only tokens with A > 0 and w > 1, or A < 0 and w < 1, can be left out: the largest (log w)²
     first, until the mean of (log w)² over the others of these is at most `second_moment`.
     """
-    log_w_N = np.clip(anchor_N - old_N, -LOG_RATIO_BOUND, LOG_RATIO_BOUND).astype(np.float64)
-    held_N = np.flatnonzero(log_w_N * advantage_N > 0)
+    log_w_N = np.clip(tokens.anchor_N - tokens.old_N, -LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    log_w_N = log_w_N.astype(np.float64)
+    held_N = np.flatnonzero(log_w_N * tokens.advantage_N > 0)
     moment_N = log_w_N[held_N] ** 2
     order = np.argsort(moment_N, kind="stable")
     means = np.cumsum(moment_N[order]) / np.arange(1, len(order) + 1)
     keeps = int(np.searchsorted(means, settings.second_moment, side="right"))
-    kept_N = np.ones_like(old_N)
+    kept_N = np.ones_like(tokens.old_N)
     kept_N[held_N[order[keeps:]]] = 0.0
     return kept_N
 

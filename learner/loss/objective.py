@@ -9,12 +9,13 @@ from evolver_async.config import CorrectionConfig, LossConfig
 from evolver_async.config.sections.learner import by_kind
 from evolver_async.errors import Inconsistency
 from evolver_async.schema import Array
-from learner.data.batch import LogProbs, MicroBatch, Minibatch
+from learner.data.batch import Batch, LogProbs, MicroBatch, Minibatch
 from learner.diagnostics.offpolicy import Accounting
 from learner.loss.applied import corrected_tokens, not_finite, prepared
 from learner.loss.correction import (
     ActionTokens,
     Corrected,
+    StepTokens,
     reads_anchor,
     scales_lr,
 )
@@ -32,7 +33,7 @@ from learner.loss.ratios import interpolated_anchor, log_rho, trajectory_totals
 
 @dataclass(frozen=True)
 class Objective:
-    """A stage's correction and loss, with the log-probs and advantages of a step's batch.
+    """A stage's correction and loss, with a step's batch, its log-probs and advantages.
 
     `boosts`: some tokens of the step have lost their experience, and their upper clip is
     loss.boost. `interpolates`: the anchor is interpolated between mu and theta, except for tokens
@@ -42,6 +43,7 @@ class Objective:
 
     correction: CorrectionConfig
     loss: LossConfig
+    batch: Batch
     logprobs: LogProbs
     advantage_N: Array
     interpolates: bool
@@ -70,8 +72,17 @@ class Objective:
     @cached_property
     def prepared_N(self) -> Array:
         """Return what the correction prepares once for the whole step."""
-        given = self.logprobs.old_N, self.logprobs.anchor_N, self.advantage_N
-        return prepared(self.correction, *given)
+        batch, logprobs = self.batch, self.logprobs
+        tokens = StepTokens(
+            old_N=logprobs.old_N,
+            anchor_N=logprobs.anchor_N,
+            advantage_N=self.advantage_N,
+            trajectory_N=batch.trajectory_N,
+            lag_N=batch.lag_N,
+            position_N=batch.position_N,
+            group_N=batch.group_P[batch.trajectory_N],
+        )
+        return prepared(self.correction, tokens)
 
     def __call__(
         self,

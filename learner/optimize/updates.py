@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from evolver_async.config import Config
+from evolver_async.config.sections.learner import lr_at
 from evolver_async.metrics.writer import Timers
 from evolver_async.randomness import key
 from evolver_async.schema import Array, Group
@@ -25,7 +26,6 @@ from learner.loss.objective import Objective
 from learner.optimize.adamw import (
     clear,
     follow,
-    lr_at,
     retrace,
     take_back,
     update,

@@ -22,11 +22,14 @@ from actors.engines.base import Generation, Request
 from actors.envs.adapters.service_client import drain
 from actors.postprocess import ActorComponents
 from actors.progress import TicketProgress, renewal
+from actors.reporter import ENGINE, Reporter
 from actors.rollout import episode
+from actors.weights.arrival import ArrivalCheck
 from actors.worker import ActorReplaced
 from evolver_async.buffer.state.leases import Leases
 from evolver_async.config import StageConfig
 from evolver_async.config.load import dump, load
+from evolver_async.errors import Unrecoverable
 from evolver_async.launch.serial import VirtualLoop
 from evolver_async.model.tokenizer import ModelError, tokenizer_hash
 from evolver_async.protocol import messages
@@ -114,6 +117,30 @@ def test_a_failing_engine_ends_the_worker_and_other_tickets_are_given_back(
     assert caught.group_contains(FloatingPointError)
     reasons = {release.group_id: release.reason for release in buffer.seen(messages.Release)}
     assert reasons[0] == "error"
+
+
+def test_an_engine_that_no_restart_would_mend_ends_the_worker_with_its_own_error(
+    run: Callable[..., None],
+) -> None:
+    with pytest.raises(Unrecoverable, match=r"^engine\.kind: "):
+        run(Buffer((0.0, granted())), Walker(Unrecoverable("engine.kind: died"), pause_s=0.0), 60.0)
+
+
+def test_use_and_restarts_of_an_engine_in_processes_of_its_own_are_reported() -> None:
+    sent = list[messages.Counters]()
+
+    class Client:
+        async def request(self, message: messages.Counters, timeout_s: float | None) -> None:
+            sent.append(message)
+
+    class InProcesses(Walker):
+        def stats(self) -> dict[str, float]:
+            return super().stats() | dict.fromkeys(ENGINE, 2.0)
+
+    for engine in (Walker(), InProcesses()):
+        reporter = Reporter(Client(), engine, ActorComponents(), ArrivalCheck(engine, "float32"))  # type: ignore[arg-type]
+        asyncio.run(reporter.send(None))
+    assert [one.values for one in sent] == [{f"engine/{name}": 2.0 for name in ENGINE}]
 
 
 def test_what_was_sampled_never_falls_while_the_policy_judges(tmp_path: Path) -> None:

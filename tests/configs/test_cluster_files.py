@@ -380,6 +380,10 @@ def test_the_image_holds_the_package_and_the_user_of_the_pods() -> None:
     for pattern in " ".join(copied).split():
         assert list(ROOT.glob(pattern)), pattern
     assert {"evolver_async", "actors", "learner", "configs"} <= set(copied)
+    (everything, *let_in) = (ROOT / ".dockerignore").read_text().splitlines()
+    assert everything == "*" and {one.removeprefix("!") for one in let_in} >= {
+        *" ".join(copied).split()
+    }
     extras = re.findall(r"EXTRAS=(\S+)", text)
     assert len(extras) == 2
     for extra in ",".join(extras).split(","):

@@ -11,11 +11,12 @@ from evolver_async.checkpoint.directory import save
 from evolver_async.cli import main
 from evolver_async.commands.recipes import recipe_path
 from evolver_async.config import Config, StageConfig
-from evolver_async.config.load import dump, load, stage_config
+from evolver_async.config.load import dump, load, load_written, stage_config
+from evolver_async.config.sections.learner import lr_at
+from evolver_async.launch.resumption import raised_rate
 from evolver_async.launch.run_directory import locked
 from evolver_async.metrics import tail
 from evolver_async.watch import runs
-from learner.optimize.adamw import lr_at
 
 ROOT = Path(__file__).parents[2]
 
@@ -253,13 +254,15 @@ def test_the_last_lines_say_how_it_ended_and_what_comes_next(run_dir: Path) -> N
     assert said[-1] == f"continue: evolver-async train --resume {run_dir}"
 
 
-def test_the_command_that_extends_a_run_keeps_its_learning_rate(run_dir: Path) -> None:
+@pytest.mark.parametrize("rollbacks", [0, 2])
+def test_the_command_that_extends_a_run_keeps_its_learning_rate(
+    run_dir: Path, rollbacks: int
+) -> None:
     """The schedule of twice the steps is far above its end at the step that comes next."""
-    steps, lr_final = 20, 0.1
-    config = Config(stages=[StageConfig(kind="dpo", steps=steps)])
-    config.learner.lr_final = lr_final
-    dump(config, run_dir / "config.yaml")
-    rate = lr_at(steps - 1, config.learner, steps=steps)
+    steps = 20
+    stage_of(run_dir, take=steps, rollbacks=rollbacks)
+    config = load_written(run_dir)
+    rate = lr_at(steps - 1, stage_config(config, 0, rollbacks).learner, steps=steps)
     row = {"lineage": 1, "step": steps, "stage_kind": "dpo", "learner/lr": rate}
     (run_dir / "metrics.jsonl").write_text(f"{json.dumps(row)}\n")
     said = runs.summary(run_dir, runs.end(run_dir, 0))
@@ -267,9 +270,66 @@ def test_the_command_that_extends_a_run_keeps_its_learning_rate(run_dir: Path) -
     _, _, changes = command.partition(f"{run_dir} ")
     longer = resumed(config, changes.split())
     assert longer.stages[0].steps == 2 * steps
-    learner = stage_config(longer, 0).learner
-    assert lr_at(steps, learner, steps=2 * steps) == pytest.approx(rate)
-    assert lr_at(steps, config.learner, steps=2 * steps) > 4 * rate
+    learner = stage_config(longer, 0, rollbacks).learner
+    assert lr_at(steps, learner, steps=2 * steps) == pytest.approx(rate, rel=1e-4)
+    assert lr_at(steps, stage_config(config, 0, rollbacks).learner, steps=2 * steps) > 4 * rate
+
+
+def stage_of(run_dir: Path, *, take: int, rollbacks: int = 0, **learner: object) -> None:
+    """A run in its only stage, of 20 steps, whose rate falls to a tenth; `take` are done."""
+    config = Config(stages=[StageConfig(kind="dpo", steps=20)])
+    vars(config.learner).update({"lr_final": 0.1} | learner)
+    dump(config, run_dir / "config.yaml")
+    state = {"take": take, "stage_take": 0, "stage": 0, "rollbacks": rollbacks}
+    write = lambda made: (made / "state.json").write_text(json.dumps(state))  # noqa: E731
+    save(run_dir / "checkpoints", take, write, run_id=run_dir.name, keep=9)
+
+
+@pytest.mark.parametrize("take", [12, 20])  # in the middle, and after the end
+@pytest.mark.parametrize("rollbacks", [0, 2])
+def test_a_rate_that_rises_with_the_steps_of_a_stage_is_told_with_the_keys_that_keep_it(
+    run_dir: Path, take: int, rollbacks: int
+) -> None:
+    stage_of(run_dir, take=take, rollbacks=rollbacks)
+    before = load_written(run_dir)
+    after = load_written(run_dir, ["stages.0.steps=40"])
+    (said,) = raised_rate(before, after, run_dir)
+
+    def rate(config: Config, *, steps: int) -> float:
+        return lr_at(take, stage_config(config, 0, rollbacks).learner, steps=steps)
+
+    was, rises = rate(before, steps=20), rate(after, steps=40)
+    assert said.startswith("stages[0].steps: ")
+    assert f" {was:.3g} " in said and f" {rises:.3g}," in said and rises > 1.3 * was
+    keys = [word for word in said.split() if word.startswith("stages.0.override.")]
+    kept = load_written(run_dir, ["stages.0.steps=40", *keys])
+    assert rate(kept, steps=40) == pytest.approx(was, rel=0.01)
+    assert raised_rate(before, kept, run_dir) == []
+
+
+@pytest.mark.parametrize(
+    ("done", "changes"),
+    [
+        (20, []),
+        (20, ["stages+={kind: dpo, steps: 40}"]),
+        (20, ["stages.0.steps=40", "learner.lr=1e-3"]),  # asked for
+        (12, ["stages.0.steps=15"]),
+        (0, ["stages.0.steps=40"]),
+    ],
+)
+def test_a_rate_that_does_not_rise_by_itself_is_not_told(
+    run_dir: Path, done: int, changes: list[str]
+) -> None:
+    stage_of(run_dir, take=done)
+    before, after = load_written(run_dir), load_written(run_dir, changes)
+    assert raised_rate(before, after, run_dir) == []
+
+
+def test_a_constant_rate_or_a_run_without_a_checkpoint_says_nothing(run_dir: Path) -> None:
+    changed = ["stages.0.steps=40"]
+    assert raised_rate(load_written(run_dir), load_written(run_dir, changed), run_dir) == []
+    stage_of(run_dir, take=20, decay="none")
+    assert raised_rate(load_written(run_dir), load_written(run_dir, changed), run_dir) == []
 
 
 def resumed(config: Config, changes: list[str]) -> Config:

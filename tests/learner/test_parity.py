@@ -45,7 +45,7 @@ def loss_and_gradient(
     theta_N, entropy_N = theta_BT[actions(micro)], entropy_BT[actions(micro)]
     settings = by_kind(CorrectionConfig(kind="ppo"), LossConfig(kl_coef=0))
     logprobs = LogProbs(batch.mu_N, batch.mu_N, batch.mu_N)
-    objective = Objective(*settings, logprobs, advantage_N, interpolates=False, boosts=False)
+    objective = Objective(*settings, batch, logprobs, advantage_N, interpolates=False, boosts=False)
     rl, _ = objective(theta_N, entropy_N, micro, minibatch, Accounting())
     supervised = sft_loss(theta_N, tokens=minibatch.tokens)
     gradients = torch.autograd.grad(rl + supervised, list(taught.model.parameters()))

@@ -5,7 +5,13 @@ from pathlib import Path
 import torch
 from engine_conformance import RUNNER
 from torch import Tensor
-from transformers import LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    Gemma3TextConfig,
+    LlamaConfig,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
 from transformers.models.auto import AutoModelForCausalLM
 
 from actors.engines.vllm_core import VllmCore
@@ -32,6 +38,7 @@ CONFIGS: dict[str, PretrainedConfig] = {
     "qwen2_tied_grouped": Qwen2Config(**SHAPE, num_key_value_heads=1, tie_word_embeddings=True),
     "qwen3": Qwen3Config(**SHAPE, num_key_value_heads=2),
     "llama": LlamaConfig(**SHAPE, num_key_value_heads=2),
+    "gemma3": Gemma3TextConfig(**SHAPE, num_key_value_heads=1),
 }
 
 

@@ -11,7 +11,8 @@ import psutil
 import pytest
 from exported import EPISODES, make_export, play
 
-from actors.engines.vllm_start import CPU_BLOCK, CPU_KV_BYTES, ENVIRONMENT
+from actors.engines.vllm_start import ENVIRONMENT
+from evolver_async.memory.vllm_limits import CPU_BLOCK, CPU_KV_BYTES
 
 pytestmark = pytest.mark.vllm
 

@@ -5,8 +5,10 @@ All tests on one architecture share vLLM's processes: starting them takes longer
 
 import asyncio
 import contextlib
+import os
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -14,12 +16,15 @@ from engine_conformance import CONFORMANCE, RUNNER, V0, V1, V2, Setting, request
 from launches import alive, wait_for
 from vllm_engines import TOKENIZER, engine_of, lend, make_model, save, settings
 
+from actors.engines import vllm_options
 from actors.engines.base import Generation
 from actors.engines.vllm_core import EngineDied, VllmCore
 from actors.engines.vllm_engine import VllmEngine
-from actors.engines.vllm_start import CPU_BLOCK
+from actors.engines.vllm_usage import EngineUsage
 from evolver_async.config import ConfigError
+from evolver_async.memory.vllm_limits import CPU_BLOCK
 from evolver_async.model.policy import ModelError
+from evolver_async.process import segments
 from evolver_async.process.private_directories import PREFIX, claim
 from evolver_async.weights.channel.base import WeightsCorrupt, WeightsGone
 from evolver_async.weights.shm import ShmPublisher
@@ -42,9 +47,10 @@ def start(directory: Path, name: str, **changes) -> Iterator[Setting]:
     model = make_model(name).eval()
     core = VllmCore(settings(save(model, directory), **changes))
     yield setting(lend(core), model, TOKENIZER, CPU_BLOCK)
-    below = processes("VLLM::")
+    below, mapped = processes("VLLM::"), segments.mapped_below(os.getpid())
     RUNNER.run(core.close())
     wait_for(lambda: not any(map(alive, below)), "vLLM's processes to end")
+    assert not [one for one in mapped if (segments.SHARED / one).exists()]
 
 
 @pytest.fixture(scope="module")
@@ -121,6 +127,12 @@ def test_the_end_of_the_process_that_inspects_a_model_is_no_refusal(
         registry._try_inspect_model_cls.cache_clear()
 
 
+def test_the_options_that_are_told_apart_are_options_of_vllm() -> None:
+    """Another version could name them otherwise, and would then take what is refused here."""
+    known = vllm_options.known_options()
+    assert not {*vllm_options.OURS, *vllm_options.REFUSED, *vllm_options.INEXACT} - known
+
+
 def test_busy_seconds_count_while_generations_run() -> None:
     async def scenario(engine: VllmEngine) -> None:
         async with engine._admission():
@@ -130,7 +142,8 @@ def test_busy_seconds_count_while_generations_run() -> None:
         await asyncio.sleep(0.01)
         assert engine.stats()["busy_s"] == ended
 
-    engine = VllmEngine(None, vocabulary=8, slots=2, max_length=8, in_flight="keep")  # pyright: ignore[reportArgumentType]
+    core = SimpleNamespace(paused_s=0.0, restarts=0, usage=EngineUsage())
+    engine = VllmEngine(core, vocabulary=8, slots=2, max_length=8, in_flight="keep")  # pyright: ignore[reportArgumentType]
     asyncio.run(scenario(engine))
 
 
@@ -177,8 +190,10 @@ def test_a_death_is_survived_with_the_newest_weights(tied: Setting) -> None:
         workers()[0].kill()
         return expected, await running
 
+    mapped = segments.mapped_below(os.getpid())
     expected, out = RUNNER.run(asyncio.wait_for(scenario(), RESTART_S))
     assert engine.core.restarts == 1 and engine.weights == V2
+    assert not [one for one in mapped if (segments.SHARED / one).exists()]
     assert out.tokens == expected.tokens and set(out.weights) == {V2}
     tied.check(one, out)
 
@@ -241,5 +256,5 @@ def test_a_death_too_many_ends_the_engine(tied: Setting) -> None:
     ids=lambda promise: promise.__name__,
 )
 def test_conformance_over_two_processes(promise, spread: Setting) -> None:
-    assert len(workers()) == 2
+    assert len(workers()) == 2 and segments.mapped_below(os.getpid())
     promise(spread)

@@ -16,14 +16,15 @@ from actors.engines.base import Generation
 from actors.engines.vllm_core import VllmCore
 from actors.engines.vllm_engine import VllmEngine
 from actors.engines.vllm_lora import Adapter, adapter_of
-from actors.engines.vllm_start import CPU_BLOCK
 from evolver_async.config import Config
+from evolver_async.memory.vllm_limits import CPU_BLOCK
 from evolver_async.model import lora
 from evolver_async.model.policy import ModelError, load_state, state_tensors, token_logprobs
 
 pytestmark = pytest.mark.vllm
 ADAPTER = Adapter(name="run-7", rank=4, alpha=8.0)
 DEADLINE_S = 500  # a restart of vLLM included
+SCORES = 5  # asked for beside turns
 
 
 @dataclass
@@ -37,7 +38,7 @@ class Adapted:
         return engine_of(self.core, in_flight=in_flight)
 
 
-@pytest.fixture(scope="module", params=["qwen2_tied_grouped", "llama over two processes"])
+@pytest.fixture(scope="module", params=["qwen3", "llama over two processes"])
 def adapted(request, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Adapted]:
     name, *spread = request.param.split(maxsplit=1)
     model = make_model(name).eval()
@@ -83,23 +84,35 @@ def test_every_version_of_an_adapter_samples_as_the_adapted_model(adapted: Adapt
         assert first.logprobs != later.logprobs, "the adapter changes what is sampled"
 
 
-def test_scores_are_those_of_the_adapted_model(adapted: Adapted) -> None:
+@pytest.mark.parametrize("adapted", ["qwen3", "llama over two processes", "gemma3"], indirect=True)
+def test_scores_beside_turns_are_those_of_the_adapted_model(adapted: Adapted) -> None:
+    """vLLM's layer of an adapter for the output projection, which it gives Llama and Qwen3, dies of
+    this."""
     s, engine = adapted.setting, adapted.engine()
-    tokens = s.prompt(24, 12)
+    tokens = s.prompt(60, 12)
+    many = [request(s.prompt(20 + i, i), str(i), max_tokens=200, seed=i) for i in range(6)]
 
     async def scenario() -> list[list[float]]:
         found = []
         for version in (V1, V2):
             await engine.update(version, s.versions[version])
-            found.append(await engine.score(tokens))
+            running = asyncio.create_task(generate_all(engine, many))
+            sampled = engine.stats()["generated"]
+            while engine.stats()["generated"] < sampled + 6:
+                await asyncio.sleep(0)
+            found.append([await engine.score(tokens) for _ in range(SCORES)])
+            await running
         return found
 
+    before = adapted.core.restarts
     for version, scores in zip((V1, V2), run(scenario()), strict=True):
         load_state(s.model, s.versions[version])
         row = torch.tensor([tokens])
         with torch.no_grad():
             logprobs, _ = token_logprobs(s.model, row, torch.ones_like(row))
-        assert scores == pytest.approx(logprobs[0, 1:].tolist(), abs=TOLERANCE)
+        for one in scores:
+            assert one == pytest.approx(logprobs[0, 1:].tolist(), abs=TOLERANCE)
+    assert adapted.core.restarts == before
 
 
 @pytest.mark.parametrize("in_flight", ["keep", "keep_kv"])
@@ -139,6 +152,7 @@ def test_adapters_of_other_weights_and_whole_weights_are_refused(adapted: Adapte
     s.check(one, out)
 
 
+@pytest.mark.parametrize("adapted", ["qwen3"], indirect=True)
 def test_an_engine_that_died_continues_with_the_newest_adapter(adapted: Adapted) -> None:
     s, engine, core = adapted.setting, adapted.engine(), adapted.core
     one = request(s.prompt(20, 0), "a")

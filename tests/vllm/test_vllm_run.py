@@ -7,6 +7,7 @@ import pytest
 from launches import alive, launching, wait_for
 
 from evolver_async.metrics.tail import Tail
+from evolver_async.process import segments
 
 pytestmark = pytest.mark.vllm
 
@@ -41,11 +42,13 @@ def test_a_run_on_vllm_trains_and_outlives_its_actor(tmp_path: Path) -> None:
         actor = launch.children()["actor-0"]
         below = actor.children(recursive=True)
         assert len(below) >= 2, "vLLM's engine and its worker"
+        mapped = segments.mapped_below(actor.pid)
         actor.send_signal(signal.SIGKILL)
         wait_for(lambda: not any(map(alive, below)), "vLLM's processes to end with their actor")
         wait_for(lambda: launch.process.poll() is not None, "the run to end", START_S)
         code, errors = launch.end()
     assert code == 0, (errors, launch.logs())
+    assert not [one for one in mapped if (segments.SHARED / one).exists()]
     tail = Tail(run_dir / "metrics.jsonl")
     rows = [row for row in tail.rows() if "stage_kind" in row]
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))

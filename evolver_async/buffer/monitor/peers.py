@@ -22,6 +22,7 @@ PEERS = 4096  # past it the process that was silent for longest is forgotten
 METRICS = 256  # names that are counted; later ones are left out
 NAME_CHARS = 100  # of a metric
 REASON_CHARS = 500
+ENGINE_LEVELS = ("engine/waiting", "engine/kv_use")  # counters that are no totals
 PAUSE = "pause"  # name under which a paused learner waits
 # heard: by its requests; moving: its count changes; busy: only its processors are in use; stuck: it
 # beats, and neither is so; silent: it sends nothing.
@@ -247,7 +248,8 @@ class Activity:
     def fold(self, peer: Peer) -> None:
         """Add its counters to those of departed processes: it is gone, or begins anew."""
         for name, value in (peer.counters | peer.seconds).items():
-            self.departed[name] = _sum(self.departed.get(name, 0.0), value)
+            if name not in ENGINE_LEVELS:
+                self.departed[name] = _sum(self.departed.get(name, 0.0), value)
         peer.counters, peer.seconds = {}, {}
 
     def store_counters(self, name: str, values: dict[str, float]) -> str | None:
@@ -323,7 +325,11 @@ class Activity:
         sums = dict(self.departed)
         for peer in self._known():
             for name, value in (peer.counters | peer.seconds).items():
-                sums[name] = _sum(sums.get(name, 0.0), value)
+                if name not in ENGINE_LEVELS:
+                    sums[name] = _sum(sums.get(name, 0.0), value)
+        reused, prefilled = (sums.get(f"engine/{one}", 0.0) for one in ("reused", "prefilled"))
+        if reused + prefilled > 0:
+            sums["engine/reused_share"] = reused / (reused + prefilled)
         return sums
 
     def _known(self) -> Iterator[Peer]:
@@ -341,6 +347,24 @@ class Activity:
                 own[peer.host] += peer.beat.cpu_share
         found = {HOST_CPU_SHARE: min(known)} if known else {}
         return found | ({RUN_CPU_SHARE: min(1.0, *own.values())} if own else {})
+
+    def engine_levels(self, now: float, within_s: float) -> dict[str, float]:
+        """Means over living actors of what holds in their engines at their newest reports."""
+        living = (self.peers[name] for name in self.actors if self._here(name, now, within_s))
+        reports, means = [one.counters for one in living], dict[str, float]()
+        for name in ENGINE_LEVELS:
+            known = [one[name] for one in reports if math.isfinite(one.get(name, math.nan))]
+            if known:
+                means[name] = sum(known) / len(known)
+        return means
+
+    def starting(self, now: float) -> str:
+        """Describe the actors if none of them has asked for a ticket yet, else return ""."""
+        if not self.actors or not all(self.peers[name].joining for name in self.actors):
+            return ""
+        first, *others = sorted(self.actors)
+        peer, more = self.peers[first], f" and {len(others)} more" if others else ""
+        return f"{first}{more}: {peer.phase or 'start'}, {now - peer.seen:.0f} s"
 
     def learner_reasons(self) -> list[str]:
         """Return the reasons for which the learner waits."""

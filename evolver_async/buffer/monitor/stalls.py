@@ -113,7 +113,8 @@ def _actors(
         elif condition == "silent":
             what = f"holds {groups}"
             if peer.joining:
-                what = "has joined and asked for no ticket yet: it loads its model, or hangs"
+                loads = peer.phase or "load of the model"
+                what = f"has joined and asked for no ticket yet: {loads}, or it hangs"
             if peer.doing is not None:
                 what += f"; {now - peer.doing[1]:.0f} s ago {peer.doing[0]}"
             yield Stall(name, LIFE, what, for_s, silent=True)

@@ -93,6 +93,8 @@ class StatusReport:
                 explored = self._questioning()["explored"]
                 return f"{lacking}; waits for a task: {explored:.0f} explorations have found none"
             return f"{lacking}; waits for {self.group(first, now)}"
+        if starting := self.activity.starting(now):
+            return f"{lacking}; {starting}"
         actors = self.activity.alive(now, self.lease_s)
         refused = ""
         for name in sorted(self.activity.actors, reverse=True):
@@ -297,6 +299,7 @@ class StatusReport:
         counters |= self.activity.host_cpu_share(now, self.lease_s)
         if syncs := [*self.journal.sync_s]:
             counters[SYNC_S] = sum(syncs) / len(syncs)
+        counters |= self.activity.engine_levels(now, self.lease_s)
         reported = self.activity.counters()  # must not replace the buffer's own
         counters |= self.failures.counters()
         return reported | counters | self.censoring.counters() | self.stalls.counters(now)

@@ -101,6 +101,14 @@ def mechanisms(config: Config) -> Iterator[tuple[str, str]]:
         yield "judge.max_tokens", f"{reason}, is {judge.max_tokens}"
     if judge.params and not is_own(judge.kind):
         yield "judge.params", f"must be empty: judge.kind={judge.kind} reads none"
+    if experience.embedder == "endpoint" and (experience.kind, questioning.kind) != (
+        "none",
+        "none",
+    ):
+        if config.launch.kind == "serial":
+            problem = "endpoint needs real time, and launch.kind=serial has a virtual clock"
+            yield "experience.embedder", problem
+        yield from endpoint("experience.embedding", experience.embedding)
     if experience.rewrite and experience.kind == "contrast":
         yield "experience.rewrite", "must be false: experience.kind=contrast asks no model"
     for name in ("resolve", "profile"):

@@ -5,7 +5,8 @@ from typing import Any
 
 from evolver_async.config.sections import Config
 
-LEAST_TEMPERATURE = 0.01  # vLLM replaces a lower positive temperature by this one
+LEAST_TEMPERATURE = 0.01  # vLLM replaces a lower positive temperature by this one ...
+MOST_TEMPERATURE = 2.0  # ... and refuses requests with a higher one than this
 
 
 def policy(config: Config) -> Iterator[tuple[str, str]]:
@@ -32,6 +33,8 @@ def engine(config: Config) -> Iterator[tuple[str, str]]:
         )
         yield "engine.merge_lora", f"must be false: {reason}"
     if engine.kind == "torch":
+        if engine.options:
+            yield "engine.options", "must be empty: they are arguments of engine.kind=vllm"
         if engine.tensor_parallel != 1:
             reason = "with engine.kind=torch one process holds the whole model"
             yield "engine.tensor_parallel", f"must be 1: {reason}"
@@ -49,11 +52,16 @@ def engine(config: Config) -> Iterator[tuple[str, str]]:
         )
     sections: dict[str, Any] = {"rollout": config.rollout, "eval": config.eval}
     sections |= {f"eval.sets.{name}": chosen for name, chosen in config.eval.sets.items()}
+    if config.questioning.kind == "goals":  # llm explores by an endpoint
+        sections["questioning"] = config.questioning
     for section, settings in sections.items():
         temperature = settings.temperature
-        if 0 < temperature < LEAST_TEMPERATURE:
-            least = f"at least {LEAST_TEMPERATURE} with engine.kind=vllm"
-            yield f"{section}.temperature", f"must be {least}, is {temperature}"
+        if not (temperature == 0 or LEAST_TEMPERATURE <= temperature <= MOST_TEMPERATURE):
+            bounds = f"at least {LEAST_TEMPERATURE} and at most {MOST_TEMPERATURE:g}"
+            yield (
+                f"{section}.temperature",
+                f"must be {bounds} with engine.kind=vllm, is {temperature}",
+            )
 
 
 def gpus(config: Config) -> Iterator[tuple[str, str]]:

@@ -18,6 +18,7 @@ Variable = Annotated[
     str, Pattern(r"([A-Za-z_]\w*)?", "the name of an environment variable", hidden=True)
 ]
 UNAUDITED = ("none", "rule")  # kinds of judge without probes: one is off, one computes labels
+EMBEDDERS = ("hash", "endpoint")  # those that are no path
 LLM_SECTIONS = ("experience", "judge", "questioning", "reflection", "reward")  # have endpoints
 
 
@@ -41,6 +42,20 @@ class LlmConfig:
 
 
 @dataclass
+class EmbeddingConfig:
+    """An OpenAI-compatible endpoint of vectors (`POST <url>/embeddings`)."""
+
+    url: str = ""  # up to and including /v1
+    model: str = ""
+    key_env: Variable = ""  # environment variable that holds the API key; "" sends none
+    # of one call, during which the experience service, or an actor with questioning, waits
+    timeout_s: Positive = 5.0
+    max_bytes: Count = 1 << 24  # of one answer: a longer one is a failure
+    breaker_failures: Count = 3  # consecutive failures after which no calls are made ...
+    breaker_s: float = 30.0  # ... for this time
+
+
+@dataclass
 class ExperienceConfig:
     """Self-Navigating: lessons of earlier groups guide some members of later ones."""
 
@@ -58,8 +73,9 @@ class ExperienceConfig:
     # a guided trajectory keeps its context if an action copies so many consecutive characters that
     # only the experience holds; 0: none does
     keep_copied: int = 0
-    # hash (n-grams), a sentence-transformers directory, or package.module:function of a list of
-    # texts that returns one vector a text; also for questioning's filter
+    # hash (n-grams), endpoint (that of experience.embedding), a sentence-transformers directory, or
+    # package.module:function of a list of texts that returns one vector a text; also for
+    # questioning's filter
     embedder: str = "hash"
     dimensions: Annotated[int, Range(ge=8)] = 256  # hash: of a vector
     top_k: Count = 5  # entries that guide an episode
@@ -77,6 +93,7 @@ class ExperienceConfig:
     timeout_s: Positive = 2.0  # without an answer by then an episode is not guided
     rewrite: bool = False  # llm: merge the retrieved entries into one text for the task
     address: str = ""  # ipc:// or tcp:// address; "" makes an ipc socket beside the buffer's
+    embedding: EmbeddingConfig = field(default_factory=EmbeddingConfig)
     llm: LlmConfig = field(default_factory=LlmConfig)
 
 

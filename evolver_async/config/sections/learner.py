@@ -250,6 +250,28 @@ class LearnerConfig:
     deadline_s: Positive = 600.0  # of a common operation of the ranks; then the learner restarts
 
 
+def lr_at(step: int, settings: LearnerConfig, *, steps: int) -> float:
+    """Return the learning rate of step `step` (from 0) of a stage of `steps` steps.
+
+    It rises linearly to `lr` over `warmup_steps`, stays, and from `decay_start · steps` on falls
+    (`linear` or `cosine`) to `lr_final · lr` at the stage's last step. `none`, or a stage without a
+    bound (`steps` 0), never decays.
+    """
+    lr, warmup_steps, decay = settings.lr, settings.warmup_steps, settings.decay
+    if step < warmup_steps:
+        return lr * (step + 1) / warmup_steps
+    if decay == "none" or steps == 0:
+        return lr
+    # the last step at the full rate
+    begin = max(warmup_steps, int(settings.decay_start * steps)) - 1
+    share = min(max((step - begin) / max(steps - 1 - begin, 1), 0.0), 1.0)
+    if decay == "cosine":
+        share = (1 - math.cos(math.pi * share)) / 2
+    else:
+        assert decay == "linear", decay
+    return lr * (1 - share * (1 - settings.lr_final))
+
+
 @dataclass
 class SafetyConfig:
     """Refusal of impossible trajectories, and alarms that detect a collapse of training.

@@ -106,12 +106,18 @@ class EngineConfig:
     threads: Count = 1
     tensor_parallel: Count = 1  # vllm: GPUs (or CPU processes) that share one engine's model
     memory: PositiveFraction = 0.9  # vllm: share of the GPU's memory, KV cache included
-    kv_cache_bytes: int = 0  # vllm: size of the KV cache; 0: by memory, on CPU 128 MiB
+    # vllm: size of the KV cache of each worker; 0: by memory, on CPU at least 128 MiB, one context,
+    # and engine.slots contexts of at most 512 tokens
+    kv_cache_bytes: int = 0
     # vllm: no compilation and no graph capture, for a faster start; auto: on CPUs only
     eager: Literal["auto", "always", "never"] = "auto"
     # vllm: merge adapters into whole weights in the actor, instead of serving them unmerged
     merge_lora: bool = False
     restarts: int = 3  # vllm: restarts of a dead engine by its actor
+    # vllm: further arguments of its engine (EngineArgs), by name
+    options: dict[str, Any] = field(default_factory=dict)
+    # vllm: accept options under which log-probs or seeds are not exact, as quantization
+    inexact: bool = False
 
 
 @dataclass

@@ -1,11 +1,15 @@
-"""End of a vLLM, with a fake in its place: its running requests are told of it."""
+"""End of a vLLM, with a fake in its place: its running requests are told of it, and the last of its
+restarts says why."""
 
 import asyncio
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from actors.engines.vllm_core import VllmCore
+from actors.engines.vllm_core import EngineDied, EngineUseless, VllmCore
+from actors.engines.vllm_failures import FILE
 
 
 class EngineDead(Exception):
@@ -38,7 +42,7 @@ class FakeLlm:
 
 def core_of(llm: FakeLlm) -> VllmCore:
     core = object.__new__(VllmCore)
-    core._llm, core._settled = llm, True  # type: ignore[assignment]
+    core._llm, core._settled, core._directory = llm, True, Path("/nowhere")  # type: ignore[assignment]
     return core
 
 
@@ -62,3 +66,27 @@ def test_a_vllm_that_cannot_tell_its_requests_is_shut_down_all_the_same() -> Non
         assert llm.ended
 
     asyncio.run(lose())
+
+
+@pytest.mark.parametrize(("served", "kind"), [(True, EngineDied), (False, EngineUseless)])
+def test_the_last_death_names_its_cause_and_ends_the_run_if_no_turn_ever_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, served: bool, kind: type[Exception]
+) -> None:
+    core: Any = object.__new__(VllmCore)
+    states = SimpleNamespace(directory=tmp_path)
+    core.__dict__ |= {"_llm": None, "_settled": False, "_recovery": None, "_closed": False}
+    core.__dict__ |= {"weights": None, "restarts": 0, "served": served, "_states": states}
+    core._settings, starts = SimpleNamespace(restarts=2), list[int]()
+    told = list[str]()
+    core._tell = told.append
+
+    def fail() -> None:
+        starts.append(1)
+        raise RuntimeError("Engine core initialization failed")
+
+    monkeypatch.setattr(core, "_start", fail)
+    monkeypatch.setattr(core, "_new_states", lambda: states)
+    (tmp_path / FILE).write_text("ValueError: no kernel for 7 bits")
+    with pytest.raises(kind, match=r"3 times \(engine\.restarts\).*no kernel for 7 bits"):
+        asyncio.run(core.ready())
+    assert len(starts) == 2 and len(told) == 3

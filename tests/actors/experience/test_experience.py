@@ -510,6 +510,64 @@ def test_a_row_that_the_disk_has_changed_is_left_out_and_told(
     once.close()
 
 
+@pytest.mark.parametrize("place", [0, 1])  # in the table or its index, whichever lies first
+@pytest.mark.parametrize("bit", range(8))
+def test_a_contributed_group_that_the_disk_has_changed_is_left_out_and_told(
+    tmp_path: Path, place: int, bit: int
+) -> None:
+    """Its contribution would count once more; no other group's is taken for it."""
+    path = tmp_path / FILE
+    names = [f"{number}/0/0+{number}/1/0" for number in range(40, 60)]
+    store = Store(path)
+    assert all(map(store.take_group, names))
+    store.close()
+    whole, sought = path.read_bytes(), b"47/0/0+47/1/0"
+    at = whole.index(sought)
+    if place:
+        at = whole.index(sought, at + 1)
+    at += bit  # a byte of its own
+    path.write_bytes(whole[:at] + bytes([whole[at] ^ (1 << bit)]) + whole[at + 1 :])
+    again = Store(path)
+    assert path.with_name(f"{FILE}.damaged").exists() and f"{FILE}.damaged" in again.damage
+    taken = [name for name in names if again.take_group(name)]
+    assert taken in ([], ["47/0/0+47/1/0"]) and ("lost rows" in again.damage) == bool(taken)
+    assert again.groups == 20 + len(taken)
+    again.close()
+    once = Store(path)
+    assert once.damage == "" and not any(map(once.take_group, names))
+    once.close()
+
+
+def test_the_number_of_a_group_that_the_disk_has_changed_does_not_push_out_the_others(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / FILE
+    store = Store(path)
+    assert store.take_group("a") and store.take_group("b")
+    store._database.execute("UPDATE contributed SET number = 2000000 WHERE name = 'b'")
+    store.close()
+    again = Store(path)
+    assert again.damage and again.groups == 1
+    assert again.take_group("b") and not again.take_group("a")
+    again.close()
+
+
+def test_a_row_that_has_become_like_another_one_ends_no_service(tmp_path: Path) -> None:
+    """No index can be made of both: the file is put aside."""
+    path = tmp_path / FILE
+    store = Store(path)
+    assert store.take_group("one-group-6") and store.take_group("one-group-7")
+    store.close()
+    whole = path.read_bytes()
+    pages = [whole[at : at + 4096] for at in range(0, len(whole), 4096)]
+    table = next(page for page in pages if page[0] == 13 and b"one-group-7" in page)  # a leaf
+    changed = table.replace(b"one-group-7", b"one-group-6")
+    path.write_bytes(whole.replace(table, changed))
+    again = Store(path)
+    assert again.damage and again.take_group("one-group-6") and again.take_group("one-group-7")
+    again.close()
+
+
 def test_a_locked_file_is_not_taken_for_a_damaged_one(
     open_pool: Callable[..., ExperiencePool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -25,7 +25,7 @@ from transformers import BertModel, T5Config, T5Model
 from actors.engines.embedder import PackageEmbedder, TransformerEmbedder
 from actors.envs.base import make_env
 from actors.experience import lesson_extractor, prompts
-from actors.experience.embed import DEDUP_NEURAL, load_embedder
+from actors.experience.embedders import DEDUP_NEURAL, load_embedder
 from actors.experience.lesson_extractor import (
     LessonExtractor,
     parse_lessons,

@@ -11,7 +11,7 @@ from torch import Tensor
 from actors.engines.torch_engine import TorchEngine
 from actors.engines.weight_sync import WeightSync
 from actors.failures import FailureCounts
-from actors.weights.arrival import ArrivalCheck
+from actors.weights.arrival import ArrivalCheck, EngineLost
 from actors.weights.source import FetchedWeights
 from evolver_async.config import ActorsConfig
 from evolver_async.metrics.activity import ACTOR_LEVELS, ActivityClock
@@ -135,6 +135,24 @@ def test_an_update_that_does_nothing_is_told_of_at_once(
     assert (arrival.checked, arrival.failed) == (4, 3), "all but the first"
     assert arrival.noted.is_set(), "the buffer is told soon"
     assert "weights 1.1 did not arrive in the engine" in caplog.text
+
+
+def test_an_engine_that_was_lost_in_a_check_is_not_checked_again(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Lost:
+        weights, asked = version(1), 0
+
+        async def score(self, tokens: list[int]) -> list[float]:
+            self.asked += 1
+            raise EngineLost("died")
+
+    engine = Lost()
+    arrival = ArrivalCheck(engine, "float32")
+    for number in (1, 2):
+        asyncio.run(arrival.check(version(number), probe.Probe([1, 2], [-1.0])))
+    assert (engine.asked, arrival.checked) == (1, 0)
+    assert "1.1: died" in caplog.text
 
 
 def test_a_layer_that_keeps_its_old_weights_is_seen(tmp_path: Path) -> None:

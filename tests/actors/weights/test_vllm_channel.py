@@ -11,6 +11,7 @@ import torch
 from launches import wait_for
 from torch import Tensor
 
+from actors.weights import vllm_channel
 from actors.weights.vllm_channel import StagingThread, WorkerChannel, WorkerStates
 from evolver_async.model.policy import ModelError
 from evolver_async.schema import WeightId
@@ -105,6 +106,24 @@ def test_a_staged_version_is_whole_verified_and_comes_with_its_probe(
     wait_for(lambda: states.staged(2) is not None, "the next")
     with pytest.raises(KeyError):
         workers[0].take(1)
+
+
+def test_a_state_whose_writing_failed_is_written_again(
+    publisher: Publisher,
+    start: Callable[[int], StagingThread],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """As on a full disk: no later version comes while the actor waits for this one."""
+    monkeypatch.setattr(vllm_channel, "REFRESH_S", 0.01)
+    states, part = WorkerStates(tmp_path / "states", 1), tmp_path / "states" / ".0"
+    part.mkdir()
+    publisher.publish(version(1), filled(1))
+    start(0)
+    wait_for(lambda: "IsADirectoryError" in caplog.text, "a failure")
+    part.rmdir()
+    wait_for(lambda: states.head() == version(1), "the version")
 
 
 def test_what_cannot_be_staged_is_an_error_of_its_own_kind(

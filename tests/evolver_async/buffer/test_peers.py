@@ -304,6 +304,40 @@ def test_a_host_with_other_versions_has_not_failed() -> None:
     assert "gpu-1" in str(found) and "torch" in str(found) and "failed" not in str(found)
 
 
+def test_engines_are_told_of_by_their_levels_their_deaths_and_their_starts(tmp_path: Path) -> None:
+    world = World(tmp_path / "journal", config())
+    world.service.run_dir = tmp_path
+    status = world.service.learner_requests.status
+    world.resume()
+    for number in range(2):
+        hello = Hello(role="actor", schema_hash=SCHEMA_HASH, host="here", pid=number)
+        world.one(f"actor-{number}", hello)
+    world.one("actor-0", Beat(role="actor", phase="start of vLLM"))
+    world.now += 7.0
+    assert status.take(world.now).endswith("actor-0 and 1 more: start of vLLM, 7 s")
+    reports = {"actor-0": (1.0, 0.5), "actor-1": (3.0, 1.0)}
+    for actor, (waiting, used) in reports.items():
+        world.lease(peer=actor)
+        levels = {"engine/waiting": waiting, "engine/kv_use": used}
+        totals = {"engine/reused": 30.0, "engine/prefilled": 10.0, "engine/restarts": 1.0}
+        world.one(actor, Counters(values=levels | totals))
+    counters = status.counters(world.now)
+    assert counters["engine/waiting"] == 2.0 and counters["engine/kv_use"] == 0.75
+    assert counters["engine/restarts"] == 2.0 and counters["engine/reused_share"] == 0.75
+    assert "; 2 actors alive" in status.take(world.now) or "waits for group" in status.take(
+        world.now
+    )
+    world.one("actor-1", Lease(credit=0))
+    counters = status.counters(world.now)
+    assert counters["engine/waiting"] == 1.0, "one that has left has no engine"
+    assert counters["engine/restarts"] == 2.0
+    died = FailureTotal(kind="engine", name="vllm", error="no kernel", count=1)
+    for _ in range(2):
+        world.one("actor-0", Counters(values={}, failures=[died]))
+    rows = Tail(tmp_path / ALERTS).rows()
+    assert [row["level"] for row in rows] == ["ERROR"] and "no kernel" in rows[0]["text"]
+
+
 def test_a_stall_is_told_once_when_it_begins(tmp_path: Path) -> None:
     world = World(tmp_path / "journal", config(warn_s=5.0, lease_s=1000.0, stall_s=1000.0))
     world.service.run_dir = tmp_path

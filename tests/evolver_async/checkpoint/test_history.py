@@ -326,8 +326,11 @@ def test_a_finished_run_says_how_it_can_go_on(
     assert not (finished.parent / "x").exists()
 
 
-def test_a_longer_stage_and_another_one_go_on_where_the_run_had_ended(run_dir: Path) -> None:
+def test_a_longer_stage_and_another_one_go_on_where_the_run_had_ended(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     train("--resume", run_dir, "stages.1.steps=8")
+    assert "learner.lr" not in capsys.readouterr().out, "it is constant"
     assert [row["step"] for row in rows(run_dir)] == list(range(1, 11))
     train("--resume", run_dir, "stages+={kind: sft, steps: 2}")
     assert [(row["step"], row["stage"]) for row in rows(run_dir)][10:] == [(11, 2), (12, 2)]
@@ -375,6 +378,20 @@ def test_a_run_that_was_moved_goes_on_and_is_forked(run_dir: Path, tmp_path: Pat
         str(moved / "tasks_0"),
     )
     assert load(moved / "config.yaml") == config, "its processes read it there"
+
+
+def test_a_rate_that_a_longer_stage_raises_is_on_the_console(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of a run that goes on and of its fork."""
+    config = load(run_dir / "config.yaml")
+    dump(
+        dataclasses.replace(config, learner=dataclasses.replace(config.learner, decay="linear")),
+        run_dir / "config.yaml",
+    )
+    for more in (["--fork", "longer"], []):
+        train("--resume", run_dir, *more, "stages.1.steps=8")
+        assert "stages.1.override.learner.decay=none" in capsys.readouterr().out
 
 
 def test_a_fork_has_the_experience_and_counts_groups_of_its_own(run_dir: Path) -> None:

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from small_models import SIZES
 
+from evolver_async.metrics.replies import load as load_replies
 from evolver_async.model.policy import make_tiny
-from evolver_async.results.replies import load as load_replies
 
 COMMIT = "a" * 40
 FILES = {

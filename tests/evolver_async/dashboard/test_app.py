@@ -3,6 +3,7 @@
 import asyncio
 import functools
 import json
+import os
 import time
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import replace
@@ -19,6 +20,7 @@ from evolver_async.config.load import dump
 from evolver_async.dashboard.app import VIEWS, RunDashboard
 from evolver_async.dashboard.feed import RunFeed, Status
 from evolver_async.launch.run_directory import locked, pause
+from evolver_async.metrics.replies import SavedReply, save
 from evolver_async.protocol import messages
 from evolver_async.protocol.failures import FailureTotal
 from evolver_async.watch.runs import end
@@ -201,10 +203,47 @@ async def test_a_run_without_rows_says_so_in_every_view(
                 ("4", "nothing has been received yet"),
                 ("5", "none yet"),
                 ("6", "no step has metrics of experience, of a judge or of questioning"),
+                ("7", "no replies of an evaluation are kept"),
             ):
                 await pilot.press(key)
                 await shown(pilot, part)
     made.close()
+
+
+@pytest.mark.parametrize("size", SIZES)
+@in_loop
+async def test_the_replies_of_the_newest_evaluation_are_shown(
+    made: MadeRun, size: tuple[int, int]
+) -> None:
+    made.step()
+    made.close()
+    end(made.run_dir, 0)
+    saved = made.run_dir / "evaluations"
+
+    def reply(task: str, success: bool, text: str) -> SavedReply:
+        return SavedReply(
+            evaluated="step 4",
+            task=task,
+            success=success,
+            reward=0.25,
+            turns=1,
+            prompt="what is it?",
+            reply=text,
+        )
+
+    app = RunDashboard(RunFeed(made.run_dir, made.config))
+    async with app.run_test(size=size) as pilot:
+        await pilot.press("7")
+        await shown(pilot, "no replies of an evaluation are kept")
+        saved.mkdir()
+        save(
+            saved / "greedy.jsonl", [reply("t/1", True, "it is"), reply("t/2", False, "no\x1b[2J")]
+        )
+        text = await shown(pilot, "greedy.jsonl: step 4, 1 of 2", "t/2: no success, reward 0.25")
+        assert text.index("t/2: ") < text.index("t/1: ") and "no?[2J" in text and "it is" in text
+        (saved / "newer.jsonl").write_text("{}\n")
+        os.utime(saved / "newer.jsonl", (2e9, 2e9))
+        await shown(pilot, "newer.jsonl, line 1")
 
 
 @in_loop
@@ -287,7 +326,7 @@ async def test_keys_switch_views_means_and_axes(made: MadeRun) -> None:
         await pilot.press("s", "s", "t")
         await shown(pilot, "s: each step  t: over time", "1:00")
         await pilot.press("left")
-        assert VIEWS[app.chosen] == "evolving"
+        assert VIEWS[app.chosen] == "replies"
         await pilot.press("right", "right")
         assert VIEWS[app.chosen] == "staleness"
         await pilot.press("question_mark")

@@ -22,6 +22,7 @@ from evolver_async.durations import since_1970, utc
 from evolver_async.metrics import tail, wandb_process
 from evolver_async.metrics.alerts import alert
 from evolver_async.metrics.gauges import PERIOD_S, SYSTEM
+from evolver_async.metrics.replies import SavedReply, save
 from evolver_async.metrics.tail import Tail, append_row
 from evolver_async.metrics.wandb_process import (
     has_key,
@@ -31,6 +32,7 @@ from evolver_async.metrics.wandb_process import (
     url_of,
     write_state,
 )
+from evolver_async.metrics.wandb_rows import CELL_CHARS, REPLY_COLUMNS
 from evolver_async.metrics.wandb_upload import Upload, exclusive, send
 from evolver_async.metrics.writer import Metrics
 
@@ -321,6 +323,41 @@ def test_rows_of_steps_do_not_wait_for_the_gauges_of_the_whole_run(
     steps = [row.get("step") for row in server.runs[0].rows]
     assert steps.count(None) == 100 and {1, 2} < {*steps}
     assert steps.index(2) < 50
+
+
+def test_every_saved_evaluation_is_a_table_once_and_again_after_a_change(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server = ReachableServer()
+    monkeypatch.setitem(sys.modules, "wandb", server)
+    log(Metrics(run_dir), 1, 1)
+    saved = run_dir / "evaluations"
+    saved.mkdir()
+
+    def keep(name: str, text: str, changed: float) -> None:
+        one = SavedReply(
+            evaluated="m", task="t", success=True, reward=1.0, turns=1, prompt="p", reply=text
+        )
+        save(saved / name, [one])
+        os.utime(saved / name, (changed, changed))
+
+    keep("a.jsonl", "x" * 9000, 1.0)
+    (saved / "torn.jsonl").write_text("{")
+    upload = Upload(run_dir, True, fallback=False, parent=os.getpid())
+
+    def tables() -> list[tuple[str, str]]:
+        upload.send_new()
+        found = [row for one in server.runs for row in one.rows if "step" not in row]
+        place = REPLY_COLUMNS.index("reply")
+        return [(name, one.data[0][place]) for row in found for name, one in row.items()]
+
+    (first,) = tables()
+    assert first[0] == "replies/a" and len(first[1]) == CELL_CHARS + 1
+    assert len(tables()) == 1
+    keep("a.jsonl", "changed", 2.0)
+    keep("b.jsonl", "other", 3.0)
+    assert tables()[1:] == [("replies/b", "other"), ("replies/a", "changed")]
+    assert capsys.readouterr().out.count("torn.jsonl") == 1
 
 
 def test_alerts_that_were_kept_offline_reach_the_server_once(

@@ -1,8 +1,10 @@
 """What reaches the files."""
 
+import errno
 import json
 import logging
 import math
+import os
 import time
 from datetime import datetime, timedelta
 
@@ -13,7 +15,7 @@ from evolver_async.config.secrets import without_secrets as without
 from evolver_async.durations import since_1970, utc
 from evolver_async.metrics.launches import record
 from evolver_async.metrics.writer import JsonlWriter, Metrics, Timers
-from evolver_async.process.setup import set_up_logging
+from evolver_async.process.setup import LogFile, set_up_logging
 
 
 def read(path) -> list[dict]:
@@ -57,6 +59,45 @@ def test_rows_alerts_and_lines_of_logs_have_the_time_with_its_zone(tmp_path):
         assert text.endswith("Z") and at.utcoffset() == timedelta(0)
         assert begun - 1 <= at.timestamp() <= time.time() + 1
         assert utc(since_1970(text)) == text
+
+
+def lines(handler: LogFile, numbers: range) -> None:
+    for number in numbers:
+        handler.handle(logging.LogRecord("one", logging.INFO, "", 1, "line %d", (number,), None))
+
+
+def test_a_log_that_is_full_begins_anew_and_keeps_what_it_held(tmp_path):
+    """Its process's stderr, and a logrotate that empties it, go on in the same file."""
+    path, kept = tmp_path / "x.log", tmp_path / "x.log.1"
+    handler = LogFile(path, limit_bytes=1000)
+    with open(path, "ab", buffering=0) as stderr:
+        for start in range(0, 400, 10):
+            lines(handler, range(start, start + 10))
+            assert path.stat().st_size <= 1100 and (not kept.exists() or kept.stat().st_size < 1200)
+        stderr.write(b"from a library\n")
+        found = [*kept.read_text().splitlines(), *path.read_text().splitlines()]
+        assert found.pop() == "from a library"
+        assert found == [f"line {number}" for number in range(400 - len(found), 400)]
+        assert len(found) > 100 and [one.name for one in tmp_path.glob("*.log")] == ["x.log"]
+        os.truncate(path, 0)
+        stderr.write(b"further\n")
+        lines(handler, range(1))
+    assert path.read_text() == "further\nline 0\n"
+    handler.close()
+
+
+def test_a_log_without_room_for_its_copy_goes_on(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    handler = LogFile(tmp_path / "x.log", limit_bytes=1000)
+    with monkeypatch.context() as patched:
+        patched.setattr("shutil.copyfile", full)
+        lines(handler, range(200))
+    assert (tmp_path / "x.log").read_text().splitlines() == [f"line {n}" for n in range(200)]
+    lines(handler, range(200, 400))
+    assert (tmp_path / "x.log.1").exists() and (tmp_path / "x.log").stat().st_size < 1100
+    handler.close()
 
 
 @pytest.mark.parametrize("torn", [b"", b'{"step": 2, "tra'])

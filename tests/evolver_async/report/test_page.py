@@ -14,14 +14,14 @@ from reported_runs import HOSTILE, SEGMENT_BYTES, MadeRun
 from evolver_async.cli import main
 from evolver_async.config import Config, ConfigError, StageConfig
 from evolver_async.config.load import dump
+from evolver_async.metrics.replies import SavedReply
+from evolver_async.metrics.replies import save as save_replies
 from evolver_async.metrics.tail import Tail
 from evolver_async.protocol.messages import Kept
 from evolver_async.report import browser, write
 from evolver_async.report.browser import unpack
 from evolver_async.report.sections import sections
 from evolver_async.results import progress
-from evolver_async.results.replies import SavedReply
-from evolver_async.results.replies import save as save_replies
 from evolver_async.results.run import load_run
 from evolver_async.schema import Role
 

@@ -115,6 +115,23 @@ def test_a_failed_run_is_listed_and_in_no_mean(study: Study) -> None:
     assert "not shown (TOST p = " in said
 
 
+def test_a_metric_that_is_no_number_leaves_a_whole_summary(study: Study) -> None:
+    """The learner writes null where it measured nan or an infinity."""
+    of_one: dict[str, list[Any]] = {
+        "train/success": [None, 0.2, 0.3],
+        "offpolicy/ess": [None, None, None],
+        "lag_3-4/ess": [0.5, None, 0.5],
+        "lag_3-4/tokens": [30.0, 30.0, None],
+    }
+    write_run(run_of(study, "weight_lag-0", 1), [0.2, 0.5, 0.9], metrics=of_one)
+    report.write(study)
+    said = (study.out / "summary.md").read_text()
+    assert "| `weight_lag-0` | 3 of 3 |" in said and "| `weight_lag-4` | 2 of 3 |" in said
+    assert "-0.200 (-1.000 to +1.000)" in said
+    found = {(row["weight_lag"], row["seed"]): row for row in rows(study.out / "cells.csv")}
+    assert len(found) == 6 and float(found["0", "1"]["final"]) == 0.9
+
+
 CROSSED = {"actors.weight_lag": ("0", "8"), "correction.kind": ("none", "ppo", "vcpo")}
 FINALS = {  # by lag and correction, over the seeds
     ("0", "none"): (0.5, 0.6, 0.7),

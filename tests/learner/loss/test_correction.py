@@ -20,6 +20,7 @@ from learner.loss.applied import corrected_tokens, prepared
 from learner.loss.correction import (
     ActionTokens,
     Corrected,
+    StepTokens,
     correction,
     correction_of,
     reads_anchor,
@@ -60,19 +61,25 @@ def gradient(objective: torch.Tensor, theta_N: torch.Tensor) -> torch.Tensor:
     return found
 
 
+def step_of(old_N: Array, anchor_N: Array, advantage_N: Array) -> StepTokens:
+    """A step of one trajectory of fresh tokens."""
+    return StepTokens(old_N, anchor_N, advantage_N, *(np.zeros(len(old_N), int) for _ in range(4)))
+
+
 def objective(
     data: dict[str, torch.Tensor], A_N: torch.Tensor, settings: CorrectionConfig
 ) -> tuple[torch.Tensor, Corrected]:
     """The objective of every token, and what the correction made of it."""
     settings, _ = by_kind(settings, LossConfig())
     constants = (data["old_N"].numpy(), data["anchor_N"].detach().numpy(), A_N.numpy())
+    step = step_of(*constants)
     tokens = ActionTokens(
         data["theta_N"],
         data["old_N"],
         data["anchor_N"],
         A_N,
         data["trajectory_N"],
-        torch.from_numpy(prepared(settings, *constants)).to(A_N.dtype),
+        torch.from_numpy(prepared(settings, step)).to(A_N.dtype),
         *[torch.zeros_like(data["trajectory_N"])] * 3,
     )
     corrected = correction_of(settings)(tokens, settings)
@@ -421,10 +428,9 @@ def test_a_function_that_changes_what_the_loss_reads_is_named(changed: str) -> N
         corrected_tokens(tokens, settings)
 
 
-def weights_of_a_step(
-    old_N: Array, anchor_N: Array, advantage_N: Array, settings: CorrectionConfig
-) -> Any:
+def weights_of_a_step(tokens: StepTokens, settings: CorrectionConfig) -> Any:
     """Prepare what `settings.params` say."""
+    old_N, anchor_N = tokens.old_N, tokens.anchor_N
     match settings.params["prepares"]:
         case "short":
             return np.ones(len(old_N) - 1)
@@ -437,9 +443,10 @@ def weights_of_a_step(
         case "words":
             return ["one"] * len(old_N)
         case "changes":
-            advantage_N[:] = 1.0
+            tokens.advantage_N[:] = 1.0
+            tokens.lag_N[:] = 7
             torch.from_numpy(anchor_N).sub_(torch.from_numpy(old_N)).exp_()
-            return anchor_N * advantage_N
+            return anchor_N * tokens.advantage_N
         case "gradient":
             return torch.ones(len(old_N), requires_grad=True)
         case "raises":
@@ -457,7 +464,7 @@ def prepares(tokens: ActionTokens, settings: CorrectionConfig) -> Corrected:
 
 def prepared_by(prepares: str) -> Array:
     settings = CorrectionConfig(kind=f"{__name__}:prepares", params={"prepares": prepares})
-    return prepared(settings, *(np.zeros(40, np.float32) for _ in range(3)))
+    return prepared(settings, step_of(*(np.zeros(40, np.float32) for _ in range(3))))
 
 
 @pytest.mark.parametrize(
@@ -484,9 +491,10 @@ def test_a_step_that_is_prepared_otherwise_than_a_number_a_token_is_named(
 def test_a_step_that_is_prepared_in_place_stays_as_it_is() -> None:
     """Through torch.from_numpy too, which writes to read-only arrays."""
     settings = CorrectionConfig(kind=f"{__name__}:prepares", params={"prepares": "changes"})
-    given = [np.full(40, value, np.float32) for value in (-1.0, -1.0, 5.0)]
-    assert (prepared(settings, *given) == 1.0).all()
-    assert [set(array_N) for array_N in given] == [{-1.0}, {-1.0}, {5.0}]
+    tokens = step_of(*(np.full(40, value, np.float32) for value in (-1.0, -1.0, 5.0)))
+    assert (prepared(settings, tokens) == 1.0).all()
+    left = tokens.old_N, tokens.anchor_N, tokens.advantage_N, tokens.lag_N
+    assert [set(array_N) for array_N in left] == [{-1.0}, {-1.0}, {5.0}, {0}]
 
 
 def test_an_exception_while_a_step_is_prepared_is_followed_by_its_key() -> None:

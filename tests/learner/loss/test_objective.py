@@ -17,7 +17,7 @@ from evolver_async.config.sections.learner import by_kind
 from learner.data.batch import Batch, LogProbs
 from learner.data.collate import Internalise
 from learner.diagnostics.offpolicy import Accounting
-from learner.loss.correction import ActionTokens, Corrected, reads_anchor
+from learner.loss.correction import ActionTokens, Corrected, StepTokens, correction, reads_anchor
 from learner.loss.objective import Objective
 from learner.loss.policy import token_scale
 from learner.loss.ratios import guided_old
@@ -42,6 +42,7 @@ def filled(seed: int, strip: Internalise, guided: str) -> tuple[Batch, dict[str,
 
 
 def objective_of(
+    batch: Batch,
     data: dict[str, np.ndarray],
     correction: CorrectionConfig,
     loss: LossConfig,
@@ -49,8 +50,9 @@ def objective_of(
     boosts: bool = False,
 ) -> Objective:
     logprobs = LogProbs(data["anchor"], data["old"], np.zeros_like(data["mu"]))
+    advantage_N = data["A"].astype(np.float32)
     return Objective(
-        correction, loss, logprobs, data["A"].astype(np.float32), interpolates=False, boosts=boosts
+        correction, loss, batch, logprobs, advantage_N, interpolates=False, boosts=boosts
     )
 
 
@@ -122,7 +124,7 @@ def test_an_own_correction_sees_lag_place_and_group_and_logs_numbers(budget: int
     batch = replace(batch, lag_N=np.arange(len(batch.mu_N)) % 4)
     correction = CorrectionConfig(kind=f"{__name__}:aged")
     accounting = Accounting()
-    objective = objective_of(data, *by_kind(correction, LossConfig()))
+    objective = objective_of(batch, data, *by_kind(correction, LossConfig()))
     theta = torch.from_numpy(data["theta"])
     minibatch = batch.whole()
     for micro in minibatch.micro_batches(budget, CPU):
@@ -142,6 +144,41 @@ def test_an_own_correction_sees_lag_place_and_group_and_logs_numbers(budget: int
     assert found["lag_2/own/lag"] == 2 and found["lag_3-4/own/lag"] == 3
 
 
+def first_of_old_groups(tokens: StepTokens, settings: CorrectionConfig) -> np.ndarray:
+    """Prepare the largest lag of the group for the first token of a trajectory, -1 for others."""
+    lag_G = np.zeros(tokens.group_N.max() + 1)
+    np.maximum.at(lag_G, tokens.group_N, tokens.lag_N)
+    assert len(set(tokens.trajectory_N)) == (tokens.position_N == 0).sum()
+    return np.where(tokens.position_N == 0, lag_G[tokens.group_N], -1)
+
+
+@correction(prepare=first_of_old_groups)
+def aged_by_step(tokens: ActionTokens, settings: CorrectionConfig) -> Corrected:
+    """Correction that logs what was prepared, beside what it sees itself."""
+    ratio_N = (tokens.theta_N - tokens.anchor_N).exp()
+    w_N = ratio_N.detach()
+    fits_N = (tokens.prepared_N >= tokens.lag_N) == (tokens.position_N == 0)
+    metrics = {"prepared": tokens.prepared_N.double(), "fits": fits_N.double()}
+    return Corrected(ratio_N, w_N, w_N, w_N, True, metrics)
+
+
+def test_what_an_own_correction_prepares_sees_lag_place_and_group_of_the_whole_step() -> None:
+    batch, data = filled(3, NEVER, "anchor")
+    batch = replace(batch, lag_N=np.arange(len(batch.mu_N)) % 4)
+    kind = CorrectionConfig(kind=f"{__name__}:aged_by_step")
+    objective = objective_of(batch, data, *by_kind(kind, LossConfig()))
+    accounting, minibatch = Accounting(), batch.whole()
+    for micro in minibatch.micro_batches(40, CPU):  # several: no one of them sees the whole groups
+        theta_N = torch.from_numpy(data["theta"][micro.index_N.numpy()]).requires_grad_()
+        objective(theta_N, torch.zeros_like(theta_N), micro, minibatch, accounting)
+    group_N, expected = batch.group_P[batch.trajectory_N], np.full(len(batch.mu_N), -1.0)
+    for token in np.flatnonzero(batch.position_N == 0):
+        expected[token] = batch.lag_N[group_N == group_N[token]].max()
+    found = accounting.metrics()
+    assert found["offpolicy/own/prepared"] == pytest.approx(expected.mean())
+    assert found["offpolicy/own/fits"] == 1.0
+
+
 @pytest.mark.parametrize(("kind", "level"), KINDS)
 @pytest.mark.parametrize("guided", ["stale", "anchor", "behaviour"])
 @given(
@@ -158,7 +195,7 @@ def test_an_update_over_mixed_data_matches_the_loop(kind, level, guided, seed, b
     loss = LossConfig(clip_low=0.2, clip_high=0.28, boost=0.0 if kind in UNCLIPPED else boost)
     boost = loss.boost
     boosts = batch.sampled is not None and boost > 0
-    objective = objective_of(data, correction, loss, boosts=boosts)
+    objective = objective_of(batch, data, correction, loss, boosts=boosts)
     accounting = Accounting()
     for minibatch in batch.whole().split(2, key=seed):
         total, tokens = 0.0, []
@@ -217,19 +254,19 @@ def check_accounting(
 
 def test_bounds_left_open_never_reach_the_loss():
     closed, _ = by_kind(CorrectionConfig(), LossConfig())
-    _, data = filled(0, Internalise(0.0, 0), "stale")
+    batch, data = filled(0, Internalise(0.0, 0), "stale")
     for one in (
         (CorrectionConfig(), LossConfig(clip_low=0.2, clip_high=0.28)),
         (closed, LossConfig()),
     ):
         with pytest.raises(AssertionError, match="stage_config"):
-            objective_of(data, *one)
+            objective_of(batch, data, *one)
 
 
 def test_masked_tokens_are_those_that_no_gradient_reaches():
     batch, data = filled(11, Internalise(1.0, 0), "stale")
     settings = by_kind(CorrectionConfig(), LossConfig(boost=0.6))
-    objective = objective_of(data, *settings, boosts=True)
+    objective = objective_of(batch, data, *settings, boosts=True)
     accounting = Accounting()
     (minibatch,) = batch.whole().split(1, key=0)
     (micro,) = minibatch.micro_batches(10**6, CPU)
@@ -251,7 +288,7 @@ def test_masked_tokens_stay_in_the_denominator_and_are_counted(kind):
     def masked(low: float, high: float) -> tuple[float, float]:
         accounting = Accounting()
         settings = by_kind(CorrectionConfig(kind=kind, low=low, high=high), LossConfig())
-        objective = objective_of(data, *settings)
+        objective = objective_of(batch, data, *settings)
         value, _ = objective(theta_N, -theta_N, micro, minibatch, accounting)
         return float(value), accounting.metrics()["offpolicy/masked"]
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evolver_async.config import LearnerConfig
-from learner.optimize import adamw
+from evolver_async.config.sections import learner
 from learner.optimize.adamw import make_adamw, retrace, take_back, update, with_gradient
 
 SCHEDULE: dict[str, Any] = {
@@ -22,7 +22,7 @@ SCHEDULE: dict[str, Any] = {
 
 
 def lr_at(step: int, *, steps: int, **settings: Any) -> float:
-    return adamw.lr_at(step, LearnerConfig(**settings), steps=steps)
+    return learner.lr_at(step, LearnerConfig(**settings), steps=steps)
 
 
 def make() -> tuple[torch.nn.Linear, torch.optim.AdamW]:

@@ -6,7 +6,7 @@ import pytest
 
 from evolver_async.cli import main
 from evolver_async.config import ConfigError
-from evolver_async.results.replies import SavedReply, check_writable, load, save
+from evolver_async.metrics.replies import SavedReply, check_writable, load, save
 
 
 def reply(task: str, success: bool, text: str = "said", **others) -> SavedReply:

@@ -6,6 +6,7 @@ two checkpoints, or two models, can be compared episode by episode.
 
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
@@ -17,7 +18,7 @@ from evolver_async.config import ConfigError
 from evolver_async.files import write_whole
 from evolver_async.metrics.first_reply import printable
 
-DIRECTORY = "evaluations"  # of a run directory: the report shows what is saved there
+DIRECTORY = "evaluations"  # of a run directory: report, watch and W&B show what is saved there
 SHOWN = 20  # tasks of a comparison whose replies are shown
 CHARS = 300  # of a reply in a comparison
 
@@ -89,10 +90,19 @@ def load(path: Path) -> list[SavedReply]:
     return found
 
 
+def files_in(run_dir: Path) -> dict[Path, int]:
+    """Return the files in `DIRECTORY` of a run with the times of their last change, in ns, the
+    newest first."""
+    found = {}
+    for path in (run_dir / DIRECTORY).glob("*.jsonl"):
+        with suppress(FileNotFoundError):  # removed meanwhile
+            found[path] = path.stat().st_mtime_ns
+    return dict(sorted(found.items(), key=lambda one: -one[1]))
+
+
 def saved_in(run_dir: Path) -> dict[str, list[SavedReply]]:
     """Return the episodes of the files in `DIRECTORY` of a run, by file, the newest first."""
-    paths = sorted((run_dir / DIRECTORY).glob("*.jsonl"), key=lambda one: -one.stat().st_mtime)
-    return {path.name: load(path) for path in paths}
+    return {path.name: load(path) for path in files_in(run_dir)}
 
 
 def compared(first: Path, second: Path) -> list[str]:
