@@ -12,6 +12,10 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 TRAIN = "evolver-async train configs/frozen_lake.yaml"
+COMMANDS = """
+ray() { "$PYTHON" -m ray.scripts.scripts "$@"; }
+evolver-async() { "$PYTHON" -m evolver_async.cli "$@"; }
+"""  # of this environment, whose scripts need not be in the path
 SHORT = "stages='[{kind: rl, steps: 1}]' eval.every=0 eval.episodes=4 metrics.panel=none"
 
 
@@ -36,9 +40,9 @@ def test_the_lines_of_the_documents_start_a_cluster_and_a_run(home: Path) -> Non
     script = lines.replace(TRAIN, f"{TRAIN} {SHORT} run.dir={home} run.name=run")
     environment = {name: value for name, value in os.environ.items() if "RAY" not in name}
     environment |= {"HOME": str(home), "RAY_USAGE_STATS_ENABLED": "0"}
-    environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"
+    environment["PYTHON"] = sys.executable
     with open(home / "output", "wb") as output:  # a pipe would stay open as long as the cluster
-        command = ["bash", "-ec", script]
+        command = ["bash", "-ec", COMMANDS + script]
         code = subprocess.call(
             command, cwd=ROOT, env=environment, stdout=output, stderr=output, timeout=300
         )
