@@ -46,7 +46,7 @@ ACTOR = (ENGINE, *dict.fromkeys(ACTOR_LEVELS.values()), OTHER)
 LEARNER = tuple(dict.fromkeys(LEARNER_LEVELS.values()))
 HOST_CPU_SHARE = "throughput/actor/host_cpu_share"
 RUN_CPU_SHARE = "throughput/actor/run_cpu_share"  # of the run's own processes on their hosts
-SYNC_S = "buffer/sync_s"
+SYNC_S = "throughput/buffer/sync_s"
 TOTALS = "throughput/actor_s/"  # seconds of all actors, from the buffer to the learner
 
 

@@ -216,13 +216,15 @@ def test_what_killed_processes_leave_on_a_node_is_removed_by_the_next_one(
 def test_variables_are_sent_to_which_the_configuration_refers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for name in ("A_TOKEN", "JUDGE_KEY", "OTHER_KEY", "WANDB_ENTITY"):
+    for name in ("A_TOKEN", "JUDGE_KEY", "VECTORS_KEY", "OTHER_KEY", "WANDB_ENTITY"):
         monkeypatch.setenv(name, name.lower())
     parts = ["env={name: bandit, params: {token: '${oc.env:A_TOKEN}'}}"]
     parts += ["judge.kind=llm", "judge.llm={url: 'http://h', model: m, key_env: JUDGE_KEY}"]
     config = load(None, ["launch.kind=ray", "stages=[{steps: 1}]", *parts])
+    config.experience.embedding.key_env = "VECTORS_KEY"
     sent = forwarded(config)
-    assert {"A_TOKEN", "JUDGE_KEY", "WANDB_ENTITY"} <= sent.keys() and "OTHER_KEY" not in sent
+    assert sent.keys() >= {"A_TOKEN", "JUDGE_KEY", "VECTORS_KEY", "WANDB_ENTITY"}
+    assert "OTHER_KEY" not in sent
     order = Order([], {}, "", secrets=sent, keys={"client.secret": b"key"})
     assert "a_token" not in repr(order) and "key" not in repr(order)
 

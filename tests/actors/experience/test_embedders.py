@@ -34,7 +34,6 @@ from actors.llm.client import Unavailable
 from actors.questioning.filters import KnownTasks
 from evolver_async.config import Config, ConfigError, EmbeddingConfig, ExperienceConfig, StageConfig
 from evolver_async.config.load import load
-from evolver_async.launch.ray_cluster.spawner import forwarded
 from evolver_async.protocol import messages
 from evolver_async.protocol.messages import Counters
 from evolver_async.schema import Task
@@ -156,15 +155,6 @@ def test_an_endpoint_is_checked_before_anything_starts(monkeypatch: pytest.Monke
     with pytest.raises(ConfigError, match=r"^experience\.embedding\.key_env: .*NO_SUCH_KEY"):
         check(config)
     load(None, [stage, "experience.embedder=endpoint"])  # nothing embeds
-
-
-def test_the_key_of_an_endpoint_goes_to_the_nodes_of_a_cluster(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("VECTORS_OF_MINE", "0123456789")
-    config = Config(stages=[StageConfig(steps=1)])
-    config.experience.embedding.key_env = "VECTORS_OF_MINE"
-    assert forwarded(config)["VECTORS_OF_MINE"] == "0123456789"
 
 
 def test_an_endpoint_that_is_down_is_named_with_its_key() -> None:

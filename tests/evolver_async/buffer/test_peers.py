@@ -296,7 +296,7 @@ def test_the_seconds_of_a_sync_are_a_metric(
     world = World(tmp_path / "journal", config())
     world.resume()
     counters = world.service.learner_requests.status.counters(world.now)
-    assert counters["buffer/sync_s"] >= 0.02
+    assert counters["throughput/buffer/sync_s"] >= 0.02
 
 
 def test_a_host_with_other_versions_has_not_failed() -> None:
