@@ -9,6 +9,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from ray._private.utils import get_ray_address_file
 
 ROOT = Path(__file__).parents[2]
 TRAIN = "evolver-async train configs/frozen_lake.yaml"
@@ -21,7 +22,12 @@ SHORT = "stages='[{kind: rl, steps: 1}]' eval.every=0 eval.episodes=4 metrics.pa
 
 @pytest.fixture
 def home(tmp_path: Path) -> Iterator[Path]:
-    """A home of its own, by which the processes of the cluster are found at the end."""
+    """A home of its own, by which the processes of the cluster are found at the end.
+
+    Ray notes a cluster's address outside of it, where later runs would look for the dead one.
+    """
+    noted = Path(get_ray_address_file(None))
+    before = noted.read_bytes() if noted.exists() else None
     yield tmp_path
     for process in psutil.process_iter():
         try:
@@ -29,6 +35,10 @@ def home(tmp_path: Path) -> Iterator[Path]:
                 process.kill()
         except psutil.Error:
             continue
+    if before is None:
+        noted.unlink(missing_ok=True)
+    else:
+        noted.write_bytes(before)
 
 
 def test_the_lines_of_the_documents_start_a_cluster_and_a_run(home: Path) -> None:

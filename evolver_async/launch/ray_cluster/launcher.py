@@ -85,8 +85,9 @@ def connect(config: Config) -> None:
             Exception
         ) as error:  # Ray gives its own instance 30 s, and raises no class of its own
             said = " ".join(str(error).split())
-            if "timed out" not in said or attempt + 1 == STARTS:
-                hint = f"; {AUTHENTICATION}" if asked.address != "local" else ""
+            own = asked.address == "local"  # another one that does not answer is gone
+            if not own or "timed out" not in said or attempt + 1 == STARTS:
+                hint = "" if own else f"; {AUTHENTICATION}"
                 raise ConfigError(f"launch.ray.address: {asked.address}: {said}{hint}") from None
             log.warning("Ray did not start, and is started again: %s", said)
             ray.shutdown()
