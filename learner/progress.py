@@ -16,10 +16,9 @@ class StepProgress:
     """Passes of the present step, in tokens; those with gradient count BACKWARD times.
 
     `began`: time at which the computations of `step` began, None between two steps. `counted_s`:
-    their seconds when a micro-batch was done last.
-    `micro_batches`, `tokens`: forward passes so far and the tokens in them. `updated`: True from
-    the first update of the step on: then it must be finished. `stops`: returns True if the learner
-    is to stop.
+    their seconds when a micro-batch was done last. `micro_batches`, `tokens`: forward passes so far
+    and the tokens in them. `updated`: True from the first update of the step on: then it must be
+    finished. `stops`: returns True if the learner is to stop.
     """
 
     step: int = 0

@@ -104,9 +104,9 @@ class Beat(Message, tag="beat"):
 
     `count` changes with every piece of work. `busy`: the process or a descendant has used a
     processor, or moved data, since its last beat. `phase`: its present activity. `cpu_share`: share
-    of its host's processors that it and its descendants used of late. The others are
-    the learner's: `step_s` seconds of computation of step `step`, whose passes are done to `share`,
-    in `micro_batches` of `tokens` in all; `left_s` more by the pace of those.
+    of its host's processors that it and its descendants used of late. The others are the learner's:
+    `step_s` seconds of computation of step `step`, whose passes are done to `share`, in
+    `micro_batches` of `tokens` in all; `left_s` more by the pace of those.
     """
 
     role: str

@@ -28,9 +28,8 @@ BUSY_BYTES_PER_S = 1 << 20  # read or written: a model that is loaded from a slo
 class Heartbeat(threading.Thread):
     """Thread that sends what `read` returns until the process ends, or `stop`.
 
-    `read` is called in this thread; `busy`, `cpu_share` and `incarnation` are filled in
-    here. `warn_s`: of the
-    buffer, which gets several beats within this time.
+    `read` is called in this thread; `busy`, `cpu_share` and `incarnation` are filled in here.
+    `warn_s`: of the buffer, which gets several beats within this time.
     """
 
     def __init__(

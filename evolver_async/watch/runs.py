@@ -64,8 +64,7 @@ def begin(run_dir: Path) -> None:
 
 
 def end(run_dir: Path, code: int, reason: str = "") -> Ending:
-    """Record the end of the launch: its exit code, and the reason if it failed or was
-    drained."""
+    """Record the end of the launch: its exit code, and the reason if it failed or was drained."""
     if code == 0:
         state = "finished"
     elif code in CODES:
