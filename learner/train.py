@@ -83,7 +83,7 @@ class Learner:
         self.progress.stops = lambda: self.requests.stopping
         self.evaluating = False
         self.lacking = ""  # what waits for disk space
-        publisher.heed(lambda: self.requests.stopping, self.tell_of_room)
+        publisher.heed(lambda: self.requests.stopping, self.tell_of_room, self.tell_of_actor)
         self.evaluations = EvaluationTracker(publisher, metrics, config.eval)
         self.checkpoints = Checkpoints(run_dir, config)
         self.guard = Guard(run_dir, metrics)
@@ -303,6 +303,10 @@ class Learner:
         self.lacking = text
         if text:
             self.metrics.alert("disk full", text, "ERROR", console=True)
+
+    def tell_of_actor(self, text: str) -> None:
+        """Alert of an actor that gets no weights; called by the thread that publishes."""
+        self.metrics.alert("actor without weights", text, "WARN", console=True)
 
     def await_copy(self) -> None:
         """Wait until the weights may change: a version is copied beside the step after it."""

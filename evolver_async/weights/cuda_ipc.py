@@ -111,7 +111,12 @@ class IpcPublisher:
         self._retained: set[WeightId] = set()
         self._serial = itertools.count()
 
-    def heed(self, stops: Callable[[], bool], tell: Callable[[str], object]) -> None:
+    def heed(
+        self,
+        stops: Callable[[], bool],
+        tell: Callable[[str], object],
+        warn: Callable[[str], object] = lambda _: None,
+    ) -> None:
         """Do nothing: versions stay on the GPU."""
 
     def publish(

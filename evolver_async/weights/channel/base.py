@@ -38,8 +38,16 @@ class Publisher(Protocol):
         them after `copied`. `retain` keeps them until `release`, however many newer ones come."""
         ...
 
-    def heed(self, stops: Callable[[], bool], tell: Callable[[str], object]) -> None:
-        """Set what ends a wait for disk space, and what is told of it (see `room.await_room`)."""
+    def heed(
+        self,
+        stops: Callable[[], bool],
+        tell: Callable[[str], object],
+        warn: Callable[[str], object] = lambda _: None,
+    ) -> None:
+        """Set what ends a wait for disk space, and what is told of it (see `room.await_room`).
+
+        `warn` is told, in another thread, of actors that get no weights.
+        """
         ...
 
     def copied(self) -> None:

@@ -44,8 +44,13 @@ class StagedPublisher(Generic[S]):
         self._changed = threading.Condition()
         self.heed(lambda: False, lambda _: None)
 
-    def heed(self, stops: Callable[[], bool], tell: Callable[[str], object]) -> None:
-        self._stops, self._tell = stops, tell
+    def heed(
+        self,
+        stops: Callable[[], bool],
+        tell: Callable[[str], object],
+        warn: Callable[[str], object] = lambda _: None,
+    ) -> None:
+        self._stops, self._tell, self._warn = stops, tell, warn
 
     def publish(
         self, weights: WeightId, tensors: dict[str, Tensor] | WeightSource, retain: bool = False

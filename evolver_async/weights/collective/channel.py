@@ -62,6 +62,7 @@ class CollectivePublisher(StagedPublisher[WeightSnapshot]):
             bucket_bytes=bucket_bytes,
             device=device,
             closing=lambda: self._closed,
+            warn=lambda text: self._warn(text),
         )
         self._thread = threading.Thread(target=self._work, name="publish", daemon=True)
         self._thread.start()
@@ -178,4 +179,4 @@ class CollectiveReceiver:
         try:
             receiver.run()
         finally:
-            receiver.leave_group()
+            receiver.leave()

@@ -4,7 +4,8 @@
     member/N           description of number N: with this it has joined
     event/K            the sender's log, read by every receiver in order (see `sender`)
     tail               events written so far
-    here/R/N, ack/I/N  a receiver's answers to roll call R and to cast I
+    here/R/N, ack/I/N  a receiver's answers to roll call R (numbers of those that it cannot reach)
+                       and to cast I (OK, or why it has not received it)
     epoch/E/           rendezvous of the members of epoch E
 
 Answers and rendezvous are deleted when the next epoch begins, a description when it was read: a
@@ -33,6 +34,7 @@ FILE = "RENDEZVOUS"
 LOOPBACK = "127.0.0.1"
 PROBE_S = 2.0  # for a connection to be accepted
 POLL_S = 0.01
+OK = "ok"  # a receiver's answer to a cast
 KEPT_EVENTS = 1000  # a receiver further behind joins anew
 
 

@@ -8,7 +8,7 @@ until its own timeout has ended it.
 import contextlib
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -29,7 +29,11 @@ UNWATCHED = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_BLOCKING_WAIT":
 
 
 class CastFailed(Exception):
-    """A broadcast that did not reach every member."""
+    """A broadcast that did not reach every member; `members`: numbers of those to blame."""
+
+    def __init__(self, message: str, members: Iterable[int] = ()) -> None:
+        super().__init__(message)
+        self.members = sorted(members)
 
 
 class BroadcastGroup:

@@ -1,17 +1,18 @@
 """A receiver's side of a broadcast: it follows the learner's event log (see `sender`)."""
 
-import json
 import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
 from evolver_async.schema import WeightId
-from evolver_async.weights.collective.event_log import EventReader
+from evolver_async.weights.collective.event_log import OK, EventReader
+from evolver_async.weights.collective.presence import Member, Presence, unreachable
 from evolver_async.weights.collective.process_group import (
     IN_FLIGHT,
     LOOK_S,
@@ -42,9 +43,11 @@ class BroadcastReceiver:
     closing: Callable[[], bool]
 
     def __post_init__(self) -> None:
-        self._about = json.dumps({"name": self.name, "device": gpu_id(self.device)})
+        self._presence = Presence(self.host, self.closing)
+        self._about = Member(self.name, gpu_id(self.device), self.host, self._presence.port)
         self._reader = EventReader(self.store)
         self._group: BroadcastGroup | None = None
+        self._lacking = ""  # why there is no group, though it is a member
         self._number = 0
         self._join()
 
@@ -62,25 +65,48 @@ class BroadcastReceiver:
             if kind == "end":
                 return
             if kind == "roll":
-                self.leave_group()
-                self.store.set(f"here/{event['number']}/{self._number}", "")
+                self._answer(event)
             elif kind == "epoch" and self._number in event["members"]:
                 self._enter(event)
             elif kind == "epoch" and self._number in event["asked"]:
                 self._join()
             elif kind == "cast" and self._group is not None:
                 self._receive_version(event)
+            elif kind == "cast" and self._lacking:
+                self._acknowledge(event, self._lacking)
 
-    def leave_group(self) -> None:
+    def leave(self) -> None:
+        """Abandon the group, and end the presence."""
+        self._leave_group()
+        self._presence.close()
+
+    def _leave_group(self) -> None:
         """Abandon the group with its unfinished broadcasts."""
+        self._lacking = ""
         if self._group is not None:
             self._group.abandon()
             self._group = None
 
     def _join(self) -> None:
-        self.leave_group()
+        self._leave_group()
         self._number = self.store.add("numbers", 1)
-        self.store.set(f"member/{self._number}", self._about)
+        self.store.set(f"member/{self._number}", msgspec.json.encode(self._about).decode())
+
+    def _answer(self, roll: dict[str, Any]) -> None:
+        """Answer a roll call with the numbers of the others that cannot be reached."""
+        self._leave_group()
+        addresses = {
+            int(number): (host, port) for number, (host, port) in roll["addresses"].items()
+        }
+        found = []
+        if addresses.pop(self._number, None):
+            found = unreachable(addresses)
+        answer = msgspec.json.encode(found).decode()
+        self.store.set(f"here/{roll['number']}/{self._number}", answer)
+
+    def _acknowledge(self, cast: dict[str, Any], answer: str) -> None:
+        """Confirm a cast with OK, or tell why it was not received."""
+        self.store.set(f"ack/{cast['number']}/{self._number}", answer)
 
     def _enter(self, event: dict[str, Any]) -> None:
         members = event["members"]
@@ -96,6 +122,7 @@ class BroadcastReceiver:
             )
         except RuntimeError as error:
             log.warning("a group of receivers could not be built: %s", first_line(error))
+            self._lacking = f"could not enter the group: {first_line(error)}"
 
     def _receive_version(self, cast: dict[str, Any]) -> None:
         """Receive, verify, commit and acknowledge one version; a failure leaves all as it was."""
@@ -104,18 +131,19 @@ class BroadcastReceiver:
             found = self._receive(received.bytes_N, cast["bucket_bytes"])
         except (CastFailed, RuntimeError) as error:
             log.warning("a version of the weights was not received: %s", first_line(error))
-            self.leave_group()
+            self._leave_group()
+            self._acknowledge(cast, f"did not receive it: {first_line(error)}")
             return
         sums = self._sums()
         if sums is None or sums["number"] != cast["number"]:
             return  # given up by the learner; its next event is in the log
         if found != sums["checksums"]:
             log.error("weights %s do not match their checksums", _weights(cast["weights"]))
-            self.store.set(f"ack/{cast['number']}/{self._number}", "bad")
+            self._acknowledge(cast, "received other bytes")
             return
         held = {_weights(other) for other in cast["held"]}
         self.versions.commit(_weights(cast["weights"]), received, held, _weights(cast["head"]))
-        self.store.set(f"ack/{cast['number']}/{self._number}", "ok")
+        self._acknowledge(cast, OK)
 
     def _receive(self, out_N: Tensor, bucket_bytes: int) -> list[int]:
         """Fill `out_N`; return its checksums."""

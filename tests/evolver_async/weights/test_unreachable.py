@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
+import msgspec
 import pytest
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from evolver_async.weights.channel.snapshot import WeightSnapshot
 from evolver_async.weights.channel.source import source_of
 from evolver_async.weights.collective import sender
 from evolver_async.weights.collective.event_log import EventReader, ServedStore
+from evolver_async.weights.collective.presence import Member, Presence
 from evolver_async.weights.collective.sender import BroadcastSender
 
 DEADLINE_S = 5.0
@@ -57,21 +59,23 @@ def served(tmp_path: Path) -> Iterator[ServedStore]:
             event = reader.wait(0.05) or {"kind": ""}
             if event["kind"] == "roll":
                 for number in (1, FILTERED):
-                    made.store.set(f"here/{event['number']}/{number}", "")
+                    made.store.set(f"here/{event['number']}/{number}", "[]")
             elif event["kind"] == "epoch":
                 members[:] = event["members"]
             elif event["kind"] == "sums":
                 for number in members:
                     made.store.set(f"ack/{event['number']}/{number}", "ok")
 
+    presence = Presence("127.0.0.1", ended.is_set)
     for number, name in ((1, "near"), (FILTERED, "filtered")):
-        about = {"name": name, "device": f"GPU-{number}"}
-        made.store.set(f"member/{made.store.add('numbers', 1)}", json.dumps(about))
+        about = msgspec.json.encode(Member(name, f"GPU-{number}", "127.0.0.1", presence.port))
+        made.store.set(f"member/{made.store.add('numbers', 1)}", about.decode())
     thread = threading.Thread(target=answer)
     thread.start()
     yield made
     ended.set()
     thread.join()
+    presence.close()
     made.close()
 
 
