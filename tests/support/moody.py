@@ -26,7 +26,7 @@ class Moody(Bandit):
     It stands still in the actor's own loop, while the sockets' threads go on.
     """
 
-    blocking = False
+    isolation = "loop"
 
     def __init__(self, *, directory: str, reset_s: float = 0.0) -> None:
         super().__init__()
