@@ -146,7 +146,7 @@ def test_the_deciding_set_is_played_first_and_samples_share_their_task(world: Wo
 
 def test_a_guided_set_asks_for_experience_and_the_deciding_one_does_not(tmp_path: Path) -> None:
     asked = settings({"with_pool": EvalSetConfig(tasks=2, k=2, temperature=1.0, guided=True)})
-    asked.experience.kind, asked.loss.boost = "contrast", 0.0
+    asked.experience.kind, asked.loss.boost, asked.rollout.guided_fraction = "contrast", 0.0, 0.0
     world = World(tmp_path, asked)
     world.resume()
     report(world, 2, ["with_pool"])
