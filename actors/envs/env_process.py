@@ -120,8 +120,8 @@ class RemoteEnv(Env):
         request = {"do": "call", "number": self._number, "method": method, "arguments": arguments}
         reply = self.process.ask(request, self._timeout_s)
         if "step" in reply:
-            *seen, info = reply["step"]
-            return Step(*seen, Info(*info))
+            observation, reward, terminated, truncated, info = reply["step"]
+            return Step(observation, reward, terminated, truncated, Info(*info))
         self.__dict__.update(reply.get("data", {}))
         value = reply["value"]
         return tuple(value) if method == "verdict" and isinstance(value, list) else value
