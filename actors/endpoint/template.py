@@ -44,7 +44,7 @@ class Template:
                 messages = messages[1:]
             messages, tools = [described, *messages], []
         messages = self._chat.supported(messages)
-        return self._chat.tokens_of(_rendered(lambda: self._chat.render(messages, tools)))
+        return self._chat.whole_tokens(_rendered(lambda: self._chat.render(messages, tools)))
 
     def next(
         self, turn: ChatMessage, ids: Sequence[str], messages: tuple[ChatMessage, ...], last: int

@@ -5,7 +5,7 @@ import json
 from typing import Any, NamedTuple
 
 import pytest
-from families import family_tokenizer
+from families import family_tokenizer, metaspace_tokenizer
 
 from actors.endpoint.recorder import Recorder
 from actors.endpoint.request import ChatMessage, ChatRequest, decode
@@ -183,3 +183,25 @@ def test_every_context_is_what_the_library_makes_of_the_whole_conversation(name:
     (sequence,) = talk.recorder.sequences()  # token-exact: the next context goes on with it
     assert seen[: len(sequence.tokens)] == sequence.tokens.tolist()
     assert {*sequence.roles.tolist()} == {Role.PROMPT, Role.ACTION, Role.OBSERVATION}
+
+
+LLAMA_2 = (
+    "{% for m in messages %}{% if m['role'] == 'user' %}{{ bos_token }}[INST] {{ m['content'] }}"
+    " [/INST]{% else %} {{ m['content'] }} {{ eos_token }}{% endif %}{% endfor %}"
+)
+
+
+def test_a_space_at_the_head_of_each_piece_is_not_added_to_a_conversation() -> None:
+    tokenizer = metaspace_tokenizer(LLAMA_2, "first")
+    assert tokenizer.decode(tokenizer.encode("a") + tokenizer.encode("b")) == "a b"
+    chat = Chat(tokenizer)
+    tokens = chat.first("", "Where?", "<answer>") + chat.tokens_of(" up") + chat.next("So?", "", 97)
+    assert chat.decoded(tokens) == "<s>[INST] Where? [/INST]<answer> up </s><s>[INST] So? [/INST]"
+    before, message = chat.message("So?")
+    assert chat.decoded(before + message).startswith("</s><s>[INST] So?")
+    assert before + message == chat.next("So?", "", None)[: len(before + message)]
+
+
+def test_a_tokenizer_whose_pieces_read_otherwise_is_refused() -> None:
+    with pytest.raises(ValueError, match="tokenizer"):
+        Chat(metaspace_tokenizer(LLAMA_2, "always"))
