@@ -69,8 +69,7 @@ class Recorder:
         if thread is None or point is None:
             return self._from_template(request)
         last = thread.stream.tokens[point.tokens - 1]
-        turn, rest = request.messages[point.messages - 1], request.messages[point.messages :]
-        delta = self._template.next(turn, point.ids, rest, last)
+        delta = self._template.next(request, point.messages, point.ids, last)
         if point is thread.points[-1] and not thread.busy:
             thread.busy = True
             return PendingCall(request=request, thread=thread, tokens=delta, merged=True)

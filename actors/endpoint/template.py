@@ -35,6 +35,7 @@ class Template:
 
     def first(self, request: ChatRequest) -> list[int]:
         """Render a whole conversation up to the policy's turn. Raise RequestRefused."""
+        switches = self._switches(request)
         tools = [self._plain(tool) for tool in request.tools]
         messages = self._messages(request.messages, [])
         if tools and not self.native:
@@ -44,19 +45,22 @@ class Template:
                 messages = messages[1:]
             messages, tools = [described, *messages], []
         messages = self._chat.supported(messages)
-        return self._chat.whole_tokens(_rendered(lambda: self._chat.render(messages, tools)))
+        return self._chat.whole_tokens(
+            _rendered(lambda: self._chat.render(messages, tools, **switches))
+        )
 
-    def next(
-        self, turn: ChatMessage, ids: Sequence[str], messages: tuple[ChatMessage, ...], last: int
-    ) -> list[int]:
+    def next(self, request: ChatRequest, since: int, ids: Sequence[str], last: int) -> list[int]:
         """Render the tokens between the policy's turn, whose last token is `last`, and its next.
-        `turn`: what was read in it; `ids`: its calls' names there.
+        `since`: number of the request's messages up to that turn; `ids`: the names of its calls
+        there.
 
         Raise RequestRefused.
         """
+        turn, messages = request.messages[since - 1], request.messages[since:]
+        switches = self._switches(request)
         named = [self._call(*call, id) for call, id in zip(turn.calls, ids, strict=True)]
         said = self._messages(messages, named)
-        after = _rendered(lambda: self._tools.after(named if self.native else [], said))
+        after = _rendered(lambda: self._tools.after(named if self.native else [], said, switches))
         return self._chat.behind(last, self._chat.tokens_of(after))
 
     def _messages(
@@ -89,6 +93,12 @@ class Template:
                 message["content"] = self._chat.plain(texts.assistant_text(text, called))
             found.append(message)
         return found
+
+    def _switches(self, request: ChatRequest) -> dict[str, Any]:
+        """Return variables for the template. Raise RequestRefused for one not its own."""
+        if taken := sorted(self._chat.reserved & request.switches.keys()):
+            raise RequestRefused(f"chat_template_kwargs: {taken[0]} cannot be set")
+        return dict(request.switches)
 
     def _call(self, name: str, arguments: str, id: str = "") -> SyntaxCall:
         return SyntaxCall(self._chat.plain(name), self._plain(json.loads(arguments)), id)

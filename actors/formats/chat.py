@@ -9,6 +9,7 @@ What an environment or the experience pool says is data: where it spells a speci
 marker of experience, it is written so that no tokenizer takes it for one.
 """
 
+import inspect
 from array import array
 from collections.abc import Iterable, Mapping
 from datetime import datetime
@@ -41,13 +42,19 @@ class Chat:
     message and the next one of the user, `opening` that between the latter and where the policy
     writes. ValueError: the template drops or changes messages.
 
-    Without a text for it there is no system message, so a template's own default acts. A template
-    without a system role has the text in front of the first message of the user.
+    `switches`: variables of the template, such as `enable_thinking`; ValueError for one that is not
+    its own (`reserved`). Without a text for it there is no system message, so a template's own
+    default acts. A template without a system role has the text in front of the first message of
+    the user.
     """
 
     def __init__(self, tokenizer: Any, switches: Mapping[str, Any] | None = None) -> None:
         self._tokenizer = tokenizer
         self._switches = dict(switches or {})
+        parameters = inspect.signature(tokenizer.apply_chat_template).parameters
+        self.reserved = frozenset((*parameters, "strftime_now", "forced_prefix"))
+        if taken := sorted(self.reserved & self._switches.keys()):
+            raise ValueError(f"rollout.template: {taken[0]} cannot be set")
         self._guard: tuple[str, int] | None = None
         self._remembered = lru_cache(REMEMBERED)(self._encode)
         self._openings = lru_cache(REMEMBERED)(self._rendered_opening)

@@ -8,7 +8,7 @@ import pytest
 from families import family_tokenizer, metaspace_tokenizer
 
 from actors.endpoint.recorder import Recorder
-from actors.endpoint.request import ChatMessage, ChatRequest, decode
+from actors.endpoint.request import ChatMessage, ChatRequest, RequestRefused, decode
 from actors.endpoint.template import Template
 from actors.endpoint.tools import (
     ChatToolCall,
@@ -205,3 +205,35 @@ def test_a_space_at_the_head_of_each_piece_is_not_added_to_a_conversation() -> N
 def test_a_tokenizer_whose_pieces_read_otherwise_is_refused() -> None:
     with pytest.raises(ValueError, match="tokenizer"):
         Chat(metaspace_tokenizer(LLAMA_2, "always"))
+
+
+def test_switches_of_a_request_reach_the_template_in_every_turn() -> None:
+    talk = Talk("qwen3_5")
+    body: dict[str, Any] = {"messages": QUESTION}
+    off = body | {"chat_template_kwargs": {"enable_thinking": False}}
+
+    def context(body: dict[str, Any]) -> str:
+        seen = Recorder(talk.template).begin(decode(json.dumps(body).encode())).context
+        return talk.chat.decoded(seen)
+
+    empty = "<think>\n\n</think>\n\n"
+    assert context(body).endswith("<think>\n") and context(off).endswith(empty)
+    talk.writes({"role": "assistant", "content": "Up."})
+    talk.hears("user", "And the key?")
+    off |= {"messages": talk.client, "tools": [TOOL]}
+    seen = talk.recorder.begin(decode(json.dumps(off).encode()))
+    assert seen.merged and talk.chat.decoded(seen.context).endswith(empty)
+    for given in ({"tools": []}, {"add_generation_prompt": False}):
+        with pytest.raises(RequestRefused, match="chat_template_kwargs"):
+            context(body | {"chat_template_kwargs": given})
+    with pytest.raises(RequestRefused, match="chat_template_kwargs"):
+        decode(json.dumps(body | {"chat_template_kwargs": 1}).encode())
+
+
+def test_switches_of_a_run_are_those_of_every_prompt() -> None:
+    tokenizer = family_tokenizer("qwen3_5")
+    quick = Chat(tokenizer, {"enable_thinking": False})
+    assert quick.decoded(quick.first("", "Where?", "")).endswith("<think>\n\n</think>\n\n")
+    assert quick.opening.endswith("</think>\n\n")
+    with pytest.raises(ValueError, match=r"rollout\.template"):
+        Chat(tokenizer, {"tools": []})
