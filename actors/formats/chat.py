@@ -50,11 +50,12 @@ class Chat:
 
     def __init__(self, tokenizer: Any, switches: Mapping[str, Any] | None = None) -> None:
         self._tokenizer = tokenizer
-        self._switches = dict(switches or {})
+        self.switches = dict(switches or {})
         parameters = inspect.signature(tokenizer.apply_chat_template).parameters
         self.reserved = frozenset((*parameters, "strftime_now", "forced_prefix"))
-        if taken := sorted(self.reserved & self._switches.keys()):
-            raise ValueError(f"rollout.template: {taken[0]} cannot be set")
+        for name in self.switches:
+            if name in self.reserved or not name.isidentifier():
+                raise ValueError(f"chat template: {name} cannot be set (rollout.template)")
         self._guard: tuple[str, int] | None = None
         self._remembered = lru_cache(REMEMBERED)(self._encode)
         self._openings = lru_cache(REMEMBERED)(self._rendered_opening)
@@ -293,7 +294,7 @@ class Chat:
             tools=tools or None,
             tokenize=False,
             add_generation_prompt=opens,
-            **(self._switches | switches | own),
+            **(self.switches | switches | own),
         )
 
     def tokens_of(self, text: str) -> list[int]:
