@@ -1,4 +1,4 @@
-"""Whether threads can share an environment that does not say so: tried before the run starts."""
+"""Trial of environments that do not say whether threads can share them, before the run starts."""
 
 import threading
 
