@@ -254,7 +254,9 @@ def test_a_version_that_was_given_up_is_tried_again(
 
 
 def test_an_actor_that_leaves_in_a_broadcast_is_not_waited_for(
-    publish_at: Callable[..., CollectivePublisher], receive: Callable[..., CollectiveReceiver]
+    publish_at: Callable[..., CollectivePublisher],
+    receive: Callable[..., CollectiveReceiver],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     publisher = publish_at(deadline_s=LONG_S)
     stays, *leave = [receive(deadline_s=LONG_S) for _ in range(3)]
@@ -268,6 +270,7 @@ def test_an_actor_that_leaves_in_a_broadcast_is_not_waited_for(
         publisher.wait()
         assert fair_time() - began < LOST_S
         assert stays.head() == version(step)
+    assert "is silent" not in caplog.text, "no roll call waits for it"
 
 
 def test_of_two_actors_that_cannot_reach_each_other_one_is_left_out_and_named(
@@ -341,6 +344,7 @@ def test_an_actor_lost_in_the_middle_costs_a_moment_and_a_silent_one_the_deadlin
     number: signal.Signals,
     deadline_s: float,
     limit_s: float,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     publisher = publish_at(deadline_s=deadline_s)
     with remotes(publisher.address, 3, deadline_s=deadline_s) as (lost, *others):
@@ -352,6 +356,7 @@ def test_an_actor_lost_in_the_middle_costs_a_moment_and_a_silent_one_the_deadlin
         lost.process.send_signal(number)
         publisher.wait()
         assert fair_time() - began < limit_s
+        assert ("is silent" in caplog.text) == (number == signal.SIGSTOP)
         wait_for(lambda: all(r.holds(version(2)) for r in others), "the others to go on")
         for step in range(3, 6):
             began = fair_time()
