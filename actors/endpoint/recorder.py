@@ -38,13 +38,14 @@ class ChatThread:
 class PendingCall(NamedTuple):
     """A call whose answer is being sampled. Its context is the thread's tokens, then `tokens`.
 
-    `merged`: the thread already has turns.
+    `merged`: the thread already has turns. `given`: text of the answer that ends the context.
     """
 
     request: ChatRequest
     thread: ChatThread
     tokens: list[int]
     merged: bool
+    given: str = ""
 
     @property
     def context(self) -> list[int]:
@@ -63,6 +64,12 @@ class Recorder:
 
     def begin(self, request: ChatRequest) -> PendingCall:
         """Prepare a call's context; `finish` or `abandon` must follow. Raise RequestRefused."""
+        pending, given = self._begin(request), self._template.given(request)
+        tokens = pending.tokens + self._template.tokens_of(given)
+        return pending._replace(tokens=tokens, given=given)
+
+    def _begin(self, request: ChatRequest) -> PendingCall:
+        """Prepare the context up to where the answer begins."""
         thread, point = self._longest_match(request)
         if thread is None or point is None:
             return self._from_template(request)

@@ -47,6 +47,19 @@ class Template:
         _, _, after = self._render([*before, *self._messages(messages)], []).partition(ASSISTANT)
         return self._chat.behind(last, self._chat.tokens_of(after))
 
+    def tokens_of(self, text: str) -> list[int]:
+        return self._chat.tokens_of(text)
+
+    def given(self, request: ChatRequest) -> str:
+        """Return the beginning of the policy's turn that it does not write: the client's prefill,
+        and the opening of a call that it must make. A call follows no thought, so one that the
+        template opens is closed."""
+        if request.forced is None:
+            return self._chat.plain(request.prefill)
+        thinks = self._chat.opening.rstrip().endswith("<think>") and not request.prefill
+        begun = "\n</think>\n\n" if thinks else self._chat.plain(request.prefill)
+        return begun + texts.opened(self._chat.plain(request.forced))
+
     def _messages(self, messages: tuple[ChatMessage, ...]) -> list[dict[str, Any]]:
         """Convert messages to the roles that the template supports."""
         found: list[dict[str, Any]] = []

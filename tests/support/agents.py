@@ -13,8 +13,9 @@ import torch
 from openai import AsyncOpenAI
 from transformers.models.auto import AutoModelForCausalLM
 
+from actors.endpoint.chat_form import decode
 from actors.endpoint.outcome import AgentOutcome
-from actors.endpoint.request import ChatMessage, decode
+from actors.endpoint.request import ChatMessage
 from actors.endpoint.template import Template
 from actors.endpoint.tools import ChatToolCall, assistant_text, canonical
 from actors.envs.base import make_env
