@@ -10,7 +10,7 @@ marker of experience, it is written so that no tokenizer takes it for one.
 """
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from datetime import datetime
 from functools import lru_cache
 from itertools import takewhile
@@ -45,8 +45,9 @@ class Chat:
     without a system role has the text in front of the first message of the user.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, switches: Mapping[str, Any] | None = None) -> None:
         self._tokenizer = tokenizer
+        self._switches = dict(switches or {})
         self._remembered = lru_cache(REMEMBERED)(self._encode)
         self._openings = lru_cache(REMEMBERED)(self._rendered_opening)
         self._texts = lru_cache(REMEMBERED)(self._decode)
@@ -133,6 +134,19 @@ class Chat:
             said[place] = ("user", f"{system}\n\n{said[place][1]}")
         return said
 
+    def supported(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Return messages without the system's role if the template has none: what the system says
+        first stands in front of the first message of the user."""
+        if self._has_system or not messages or messages[0]["role"] != "system":
+            return messages
+        said, *rest = messages
+        place = next((i for i, one in enumerate(rest) if one["role"] == "user"), None)
+        if place is None:
+            return messages
+        asked = rest[place]
+        rest[place] = asked | {"content": f"{said['content']}\n\n{asked['content']}"}
+        return rest
+
     def experience(self, text: str) -> list[int]:
         """Return the tokens of guidance between its markers, by themselves."""
         parts = (f"{OPENING}\n", self.plain(text), f"\n{CLOSING}\n")
@@ -191,6 +205,20 @@ class Chat:
                 return None if self._decode(tokens[:place]).strip() else token
         return None
 
+    def mark(self, text: str) -> int | None:
+        """Return the special token that a text of the template begins with, behind blanks too;
+        None without one."""
+        return self._mark(self.tokens_of(text))
+
+    def stop_at(self, token: int | None) -> None:
+        """Have this token end turns too."""
+        self.stop_tokens |= frozenset(() if token is None else (token,))
+
+    def until_stop(self, text: str) -> str:
+        """Return a text of the template up to the first token that ends turns."""
+        tokens = self.tokens_of(text)
+        return self._decode(takewhile(lambda token: token not in self.stop_tokens, tokens))
+
     def message(self, user: str) -> tuple[list[int], list[int]]:
         """Return the tokens that `next` has before the user's message, and those of the message
         with the one that ends it."""
@@ -212,20 +240,29 @@ class Chat:
         return tokens
 
     def render(
-        self, messages: list[dict[str, Any]], tools: list[Any] | None = None, *, opens: bool = True
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[Any] | None = None,
+        *,
+        opens: bool = True,
+        **switches: Any,
     ) -> str:
         """Render a whole conversation with the template. `opens`: up to the beginning of the
-        policy's turn.
+        policy's turn; `switches`: variables of the template, beside those of the conversation
+        format.
 
         Raises whatever the template does.
         """
+        own = {
+            "strftime_now": TODAY.strftime,
+            "forced_prefix": "",  # of a template that an earlier run exported: it comes after
+        }
         return self._tokenizer.apply_chat_template(
             messages,
             tools=tools or None,
             tokenize=False,
             add_generation_prompt=opens,
-            strftime_now=TODAY.strftime,
-            forced_prefix="",  # of a template that an earlier run exported: the prefix comes after
+            **(self._switches | switches | own),
         )
 
     def tokens_of(self, text: str) -> list[int]:

@@ -12,11 +12,14 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from families import family_tokenizer
 from openai.types.responses import Response
 from scripted_agents import ASK, CHAT, CHATS, LOOK, Client, Scripted, ask, called, run
 
 from actors.endpoint import chat_form, messages_form, responses_form
 from actors.endpoint.request import RequestRefused
+from actors.endpoint.template import Template
+from actors.formats.chat import Chat
 from evolver_async.schema import Role, TurnFlag
 
 PARAMETERS = LOOK["function"]["parameters"]
@@ -482,3 +485,16 @@ def test_many_agents_at_once_over_all_forms() -> None:
     ran = run(player, engine, members=20)
     assert ran.error is None and all(one.trajectory.success for one in ran.finished)
     assert len(ran.finished) == 20
+
+
+@pytest.mark.parametrize("family", ["llama3_1", "qwen3_5", "qwen3"])
+def test_a_call_is_forced_in_json_in_tags_alone(family: str) -> None:
+    chat = Chat(family_tokenizer(family))
+    template = Template(chat)
+    body = {"messages": ASK, "tools": [LOOK], "tool_choice": "required"}
+    forced = chat_form.decode(json.dumps(body).encode())
+    if family == "qwen3":
+        assert template.given(forced).endswith("<tool_call>\n")
+        return
+    with pytest.raises(RequestRefused, match="tool_choice"):
+        template.given(forced)
