@@ -19,6 +19,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {  # keys of which only these values are 
 _USED = (
     *("messages", "tools", "tool_choice", "parallel_tool_calls", "max_tokens"),
     *("max_completion_tokens", "stop", "model", "n", "logprobs", "stream", "stream_options"),
+    "chat_template_kwargs",
 )
 IGNORED = (
     *("temperature", "seed", "user", "metadata", "store", "service_tier", "safety_identifier"),
@@ -54,8 +55,16 @@ def decode(body: bytes) -> ChatRequest:
         logprobs=value.get("logprobs") is True,
         stream=value.get("stream") is True,
         usage=isinstance(options, dict) and options.get("include_usage") is True,
+        switches=_switches(value.get("chat_template_kwargs")),
         ignored=ignored,
     )
+
+
+def _switches(value: Any) -> dict[str, Any]:
+    """Return variables of the chat template, such as `enable_thinking`."""
+    value = {} if value is None else value
+    require(isinstance(value, dict), "chat_template_kwargs: must be an object")
+    return value
 
 
 def forced_tool(value: dict[str, Any]) -> tuple[str | None, bool]:

@@ -9,7 +9,7 @@ tokens sampled earlier have the role PROMPT, so that no token is trained twice.
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from actors.endpoint.request import ChatMessage, ChatRequest
+from actors.endpoint.request import ChatMessage, ChatRequest, RequestRefused
 from actors.endpoint.template import Template
 from actors.engines.base import Generation
 from actors.formats.chat import Stream
@@ -66,7 +66,12 @@ class Recorder:
 
     def begin(self, request: ChatRequest) -> PendingCall:
         """Prepare a call's context; `finish` or `abandon` must follow. Raise RequestRefused."""
-        pending, given = self._begin(request), self._template.given(request)
+        pending = self._begin(request)
+        try:
+            given = self._template.given(request, pending.context)
+        except RequestRefused:
+            self.abandon(pending)
+            raise
         tokens = pending.tokens + self._template.tokens_of(given)
         return pending._replace(tokens=tokens, given=given)
 
@@ -76,8 +81,7 @@ class Recorder:
         if thread is None or point is None:
             return self._from_template(request)
         last = thread.stream.tokens[point.tokens - 1]
-        turn, rest = request.messages[point.messages - 1], request.messages[point.messages :]
-        delta = self._template.next(turn, point.ids, rest, last)
+        delta = self._template.next(request, point.messages, point.ids, last)
         if point is thread.points[-1] and not thread.busy:
             thread.busy = True
             return PendingCall(request=request, thread=thread, tokens=delta, merged=True)

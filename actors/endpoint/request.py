@@ -7,6 +7,7 @@ clients send them by default and those of the run apply, and options that change
 
 import json
 from collections.abc import Collection, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from actors.endpoint.tools import ChatToolCall, canonical
@@ -67,6 +68,7 @@ class ChatRequest(NamedTuple):
     stream: bool = False
     usage: bool = False  # True if a stream ends with token counts
     instructed: int = 0
+    switches: Mapping[str, Any] = MappingProxyType({})  # variables of the chat template
     ignored: tuple[str, ...] = ()  # keys without an effect
 
     @property

@@ -14,6 +14,8 @@ from actors.formats.chat import Chat
 from actors.formats.native import Native, schemas
 from actors.formats.syntaxes import TAGGED, SyntaxCall
 
+_TAIL = 16  # tokens of a context in which the opening of a thought is looked for
+
 
 class Template:
     """Chat template of one tokenizer. `native`: True if it supports tools itself, whose calls it
@@ -36,6 +38,7 @@ class Template:
 
     def first(self, request: ChatRequest) -> list[int]:
         """Render a whole conversation up to the policy's turn. Raise RequestRefused."""
+        switches = self._switches(request)
         tools = [self._plain(tool) for tool in request.tools]
         messages = self._messages(request.messages, [])
         if tools and not self.native:
@@ -45,27 +48,30 @@ class Template:
                 messages = messages[1:]
             messages, tools = [described, *messages], []
         messages = self._chat.supported(messages)
-        return self._chat.tokens_of(_rendered(lambda: self._chat.render(messages, tools)))
+        return self._chat.whole_tokens(
+            _rendered(lambda: self._chat.render(messages, tools, **switches))
+        )
 
-    def next(
-        self, turn: ChatMessage, ids: Sequence[str], messages: tuple[ChatMessage, ...], last: int
-    ) -> list[int]:
+    def next(self, request: ChatRequest, since: int, ids: Sequence[str], last: int) -> list[int]:
         """Render the tokens between the policy's turn, whose last token is `last`, and its next.
-        `turn`: what was read in it; `ids`: its calls' names there.
+        `since`: number of the request's messages up to that turn; `ids`: the names of its calls
+        there.
 
         Raise RequestRefused.
         """
+        turn, messages = request.messages[since - 1], request.messages[since:]
+        switches = self._switches(request)
         named = [self._call(*call, id) for call, id in zip(turn.calls, ids, strict=True)]
         said = self._messages(messages, named)
-        after = _rendered(lambda: self._tools.after(named if self.native else [], said))
+        after = _rendered(lambda: self._tools.after(named if self.native else [], said, switches))
         return self._chat.behind(last, self._chat.tokens_of(after))
 
     def tokens_of(self, text: str) -> list[int]:
         return self._chat.tokens_of(text)
 
-    def given(self, request: ChatRequest) -> str:
-        """Return the beginning of the policy's turn that it does not write: the client's prefill,
-        and the opening of a call that it must make. A call follows no thought, so one that the
+    def given(self, request: ChatRequest, context: list[int]) -> str:
+        """Return the beginning of the policy's turn, behind `context`, that it does not write: the
+        client's prefill, and the opening of a call that it must make. A call follows no thought, so one that the
         template opens is closed. Raise RequestRefused where the syntax of calls is not JSON in
         tags."""
         if request.once and self.native and self.syntax is not TAGGED:
@@ -74,7 +80,10 @@ class Template:
             return self._chat.plain(request.prefill)
         if not self._opens:
             raise RequestRefused("tool_choice: this template's syntax of calls cannot be forced")
-        thinks = self._chat.opening.rstrip().endswith("<think>") and not request.prefill
+        thinks = (
+            self._chat.decoded(context[-_TAIL:]).rstrip().endswith("<think>")
+            and not request.prefill
+        )
         begun = "\n</think>\n\n" if thinks else self._chat.plain(request.prefill)
         return begun + texts.opened(self._chat.plain(request.forced))
 
@@ -115,6 +124,12 @@ class Template:
         messages = [{"role": "user", "content": ""}, called]
         written = self._chat.render(messages, opens=False)
         return self.syntax is TAGGED and '<tool_call>\n{"name": "probe_name"' in written
+
+    def _switches(self, request: ChatRequest) -> dict[str, Any]:
+        """Return variables for the template. Raise RequestRefused for one not its own."""
+        if taken := sorted(self._chat.reserved & request.switches.keys()):
+            raise RequestRefused(f"chat_template_kwargs: {taken[0]} cannot be set")
+        return dict(request.switches)
 
     def _call(self, name: str, arguments: str, id: str = "") -> SyntaxCall:
         return SyntaxCall(self._chat.plain(name), self._plain(json.loads(arguments)), id)

@@ -57,6 +57,20 @@ def template(name: str) -> str:
     return (DIRECTORY / f"{name}.jinja").read_text(encoding="utf-8")
 
 
+def metaspace_tokenizer(template: str, scheme: str) -> PreTrainedTokenizerFast:
+    """One token a character, with SentencePiece's space at the head of each text (`first`), or of
+    each piece between special tokens (`always`)."""
+    characters = ["<unk>", "\u2581", *(chr(code) for code in (10, *range(33, 127)))]
+    vocab = {piece: index for index, piece in enumerate(characters)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
+    tokenizer.decoder = decoders.Metaspace(prepend_scheme=scheme, split=False)
+    tokenizer.add_special_tokens([AddedToken(mark, normalized=False) for mark in ("<s>", "</s>")])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="</s>", bos_token="<s>", chat_template=template
+    )
+
+
 def family_tokenizer(name: str) -> PreTrainedTokenizerFast:
     """One token a byte, besides the family's marks."""
     end, begin, marks = FAMILIES[name]

@@ -17,8 +17,10 @@ from openai.types.responses import Response
 from scripted_agents import ASK, CHAT, CHATS, LOOK, Client, Scripted, ask, called, run
 
 from actors.endpoint import chat_form, messages_form, responses_form
-from actors.endpoint.request import RequestRefused
+from actors.endpoint.recorder import Recorder
+from actors.endpoint.request import ChatMessage, RequestRefused
 from actors.endpoint.template import Template
+from actors.engines.base import Generation
 from actors.formats.chat import Chat
 from evolver_async.schema import Role, TurnFlag
 
@@ -494,7 +496,15 @@ def test_a_call_is_forced_in_json_in_tags_alone(family: str) -> None:
     body = {"messages": ASK, "tools": [LOOK], "tool_choice": "required"}
     forced = chat_form.decode(json.dumps(body).encode())
     if family == "qwen3":
-        assert template.given(forced).endswith("<tool_call>\n")
+        assert template.given(forced, template.first(forced)).endswith("<tool_call>\n")
         return
+    recorder = Recorder(template)
     with pytest.raises(RequestRefused, match="tool_choice"):
-        template.given(forced)
+        recorder.begin(forced)
+    first = recorder.begin(forced._replace(forced=None))
+    recorder.finish(first, Generation(), ChatMessage("assistant", "a"), ())
+    more = (*forced.messages, ChatMessage("assistant", "a"), ChatMessage("user", "b"))
+    with pytest.raises(RequestRefused, match="tool_choice"):
+        recorder.begin(forced._replace(messages=more))
+    again = recorder.begin(forced._replace(messages=more, forced=None))
+    assert again.merged, "the refused call holds nothing"

@@ -5,10 +5,10 @@ import json
 from typing import Any, NamedTuple
 
 import pytest
-from families import family_tokenizer
+from families import family_tokenizer, metaspace_tokenizer
 
 from actors.endpoint.recorder import Recorder
-from actors.endpoint.request import ChatMessage, ChatRequest, decode
+from actors.endpoint.request import ChatMessage, ChatRequest, RequestRefused, decode
 from actors.endpoint.template import Template
 from actors.endpoint.tools import (
     ChatToolCall,
@@ -183,3 +183,57 @@ def test_every_context_is_what_the_library_makes_of_the_whole_conversation(name:
     (sequence,) = talk.recorder.sequences()  # token-exact: the next context goes on with it
     assert seen[: len(sequence.tokens)] == sequence.tokens.tolist()
     assert {*sequence.roles.tolist()} == {Role.PROMPT, Role.ACTION, Role.OBSERVATION}
+
+
+LLAMA_2 = (
+    "{% for m in messages %}{% if m['role'] == 'user' %}{{ bos_token }}[INST] {{ m['content'] }}"
+    " [/INST]{% else %} {{ m['content'] }} {{ eos_token }}{% endif %}{% endfor %}"
+)
+
+
+def test_a_space_at_the_head_of_each_piece_is_not_added_to_a_conversation() -> None:
+    tokenizer = metaspace_tokenizer(LLAMA_2, "first")
+    assert tokenizer.decode(tokenizer.encode("a") + tokenizer.encode("b")) == "a b"
+    chat = Chat(tokenizer)
+    tokens = chat.first("", "Where?", "<answer>") + chat.tokens_of(" up") + chat.next("So?", "", 97)
+    assert chat.decoded(tokens) == "<s>[INST] Where? [/INST]<answer> up </s><s>[INST] So? [/INST]"
+    before, message = chat.message("So?")
+    assert chat.decoded(before + message).startswith("</s><s>[INST] So?")
+    assert before + message == chat.next("So?", "", None)[: len(before + message)]
+
+
+def test_a_tokenizer_whose_pieces_read_otherwise_is_refused() -> None:
+    with pytest.raises(ValueError, match="tokenizer"):
+        Chat(metaspace_tokenizer(LLAMA_2, "always"))
+
+
+def test_switches_of_a_request_reach_the_template_in_every_turn() -> None:
+    talk = Talk("qwen3_5")
+    body: dict[str, Any] = {"messages": QUESTION}
+    off = body | {"chat_template_kwargs": {"enable_thinking": False}}
+
+    def context(body: dict[str, Any]) -> str:
+        seen = Recorder(talk.template).begin(decode(json.dumps(body).encode())).context
+        return talk.chat.decoded(seen)
+
+    empty = "<think>\n\n</think>\n\n"
+    assert context(body).endswith("<think>\n") and context(off).endswith(empty)
+    talk.writes({"role": "assistant", "content": "Up."})
+    talk.hears("user", "And the key?")
+    off |= {"messages": talk.client, "tools": [TOOL]}
+    seen = talk.recorder.begin(decode(json.dumps(off).encode()))
+    assert seen.merged and talk.chat.decoded(seen.context).endswith(empty)
+    for given in ({"tools": []}, {"add_generation_prompt": False}):
+        with pytest.raises(RequestRefused, match="chat_template_kwargs"):
+            context(body | {"chat_template_kwargs": given})
+    with pytest.raises(RequestRefused, match="chat_template_kwargs"):
+        decode(json.dumps(body | {"chat_template_kwargs": 1}).encode())
+
+
+def test_switches_of_a_run_are_those_of_every_prompt() -> None:
+    tokenizer = family_tokenizer("qwen3_5")
+    quick = Chat(tokenizer, {"enable_thinking": False})
+    assert quick.decoded(quick.first("", "Where?", "")).endswith("<think>\n\n</think>\n\n")
+    assert quick.opening.endswith("</think>\n\n")
+    with pytest.raises(ValueError, match=r"rollout\.template"):
+        Chat(tokenizer, {"tools": []})
