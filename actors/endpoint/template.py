@@ -71,9 +71,11 @@ class Template:
 
     def given(self, request: ChatRequest, context: list[int]) -> str:
         """Return the beginning of the policy's turn, behind `context`, that it does not write: the
-        client's prefill, and the opening of a call that it must make. A call follows no thought, so one that the
-        template opens is closed. Raise RequestRefused where the syntax of calls is not JSON in
-        tags."""
+        client's prefill, and the opening of a call that it must make.
+
+        A call follows no thought, so one that the template opens is closed. Raise RequestRefused
+        where the syntax of calls cannot be forced.
+        """
         if request.once and self.native and self.syntax is not TAGGED:
             raise RequestRefused("parallel_tool_calls: this template's syntax ends no call")
         if request.forced is None:
