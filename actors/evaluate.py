@@ -162,7 +162,7 @@ class Replies:
     def __init__(self, config: Config, evaluated: str) -> None:
         self.evaluated = evaluated
         self.rows: list[SavedReply] = []
-        self._chat = Chat(load_tokenizer(config.policy.path))
+        self._chat = Chat(load_tokenizer(config.policy.path), config.rollout.template)
 
     def add(self, set_name: str, drawn: list[Drawn], trajectories: list[Trajectory]) -> None:
         """Add the episodes of a set in the order of their tasks."""
@@ -202,7 +202,7 @@ async def play_all(
     """Run the episodes; the group of a trajectory is the number of its episode in `drawn`."""
     held = WeightId(lineage=0, step=0)
     engine, tokenizer = load_engine(config, held, weights)
-    chat = Chat(tokenizer)
+    chat = Chat(tokenizer, config.rollout.template)
     setting = setting_of(config, chat, "eval", 0)
     agents = make_agents(config, engine, chat)
     scorer = RewardScorer(config) if config.reward.terms else None

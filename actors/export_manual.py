@@ -43,6 +43,8 @@ TAIL = (
     "{% if add_generation_prompt %}"
     "{{ forced_prefix if forced_prefix is defined else PREFIX }}{% endif %}"
 )
+SWITCH = "{# rollout.template #}"  # behind a variable of the original that training set
+SWITCHES = re.compile(rf"^(?:{{% set (?:(?!%}}).)* %}}{re.escape(SWITCH)})*", re.DOTALL)
 # A call for the date in a template, which training answers with the same one on every day.
 DATE = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
 
@@ -100,7 +102,7 @@ def write_manual(config: Config, directory: Path, examples: bool = False) -> Non
     `config` is that of the stage whose turns are described; `directory` holds the model and the
     tokenizer of the run. `examples`: the README may show a row of the stage's files.
     """
-    chat = Chat(load_tokenizer(directory))
+    chat = Chat(load_tokenizer(directory), config.rollout.template)
     setting = setting_of(config, chat, "export", 0)
     prefix = "" if config.rollout.agent else setting.format.prefix
     stops = () if config.rollout.agent else setting.format.stop_strings
@@ -120,15 +122,20 @@ def template_of(chat: Chat, prefix: str) -> str:
     """Return the chat template of the run, whose generation prompt ends with `prefix`.
 
     The variable `forced_prefix` of the template replaces it. A template that was made here before
-    is made anew out of the original in it. The date is that of training, not today's.
+    is made anew out of the original in it. The date is that of training, not today's, and so are
+    the switches (`rollout.template`) where a caller sets none.
     """
     original, tail = chat.template, TAIL
     if original.startswith(HEAD):
-        original = original.removeprefix(HEAD).rpartition(MARK)[0]
+        original = SWITCHES.sub("", original.removeprefix(HEAD).rpartition(MARK)[0])
     original = DATE.sub(lambda call: json.dumps(TODAY.strftime(call[2])), original)
     for name, text in (("BETWEEN", chat.between), ("OPENING", chat.opening), ("PREFIX", prefix)):
         tail = tail.replace(name, json.dumps(text, ensure_ascii=False))
-    return HEAD + original.removesuffix("\n") + tail
+    switches = "".join(
+        f"{{% set {name} = {name} if {name} is defined else {value!r} %}}{SWITCH}"
+        for name, value in chat.switches.items()
+    )
+    return HEAD + switches + original.removesuffix("\n") + tail
 
 
 def context_of(directory: Path) -> int | None:

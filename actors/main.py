@@ -65,7 +65,7 @@ def build(
     failures, reflection = FailureCounts(), config.reflection
     tell = partial(failures.note, "engine", config.engine.kind)
     engine, source, tokenizer = follow_weights(config, weights_address, name, tell)
-    chat = Chat(tokenizer)
+    chat = Chat(tokenizer, config.rollout.template)
     components = ActorComponents(
         judge=make_judge(config, engine, chat, failures),
         guide=experience and ServiceGuide(experience, config.experience, failures),

@@ -57,6 +57,9 @@ class TurnFlag(enum.IntFlag):
     LATE = 128  # the last one of an episode that `env.episode_timeout_s` ended
 
 
+FAILED_CALL = TurnFlag.TOOL_CALL | TurnFlag.TOOL_ERROR  # with FORMAT_ERROR: one that is unreadable
+
+
 class WeightId(msgspec.Struct, kw_only=True, frozen=True, order=True, forbid_unknown_fields=True):
     """Identity of a set of weights, ordered lexicographically.
 

@@ -30,7 +30,8 @@ def check(config: Config) -> int:
     long."""
     path, longest = config.policy.path, config.policy.max_length
     try:
-        chat, most = Chat(load_tokenizer(path)), positions(path, config.engine.kind)
+        chat = Chat(load_tokenizer(path), config.rollout.template)
+        most = positions(path, config.engine.kind)
     except (OSError, ValueError) as error:
         raise ConfigError(f"policy.path: {' '.join(str(error).split())}") from error
     if most is not None and longest > most:

@@ -17,10 +17,12 @@ from evolver_async.schema import Role, Sequence
 
 
 class TurnEnd(NamedTuple):
-    """Numbers of messages and tokens of a thread at the end of a turn."""
+    """Numbers of messages and tokens of a thread at the end of a turn; `ids`: the names that its
+    calls have in the sampled text."""
 
     messages: int
     tokens: int
+    ids: tuple[str, ...]
 
 
 @dataclass(eq=False)
@@ -67,20 +69,27 @@ class Recorder:
         if thread is None or point is None:
             return self._from_template(request)
         last = thread.stream.tokens[point.tokens - 1]
-        delta = self._template.next(request.messages[point.messages :], last)
+        delta = self._template.next(request, point.messages, point.ids, last)
         if point is thread.points[-1] and not thread.busy:
             thread.busy = True
             return PendingCall(request=request, thread=thread, tokens=delta, merged=True)
         return self._new(request, thread.stream.tokens[: point.tokens] + delta)
 
-    def finish(self, pending: PendingCall, generation: Generation, message: ChatMessage) -> None:
-        """Record the sampled tokens and the message that the client received."""
+    def finish(
+        self,
+        pending: PendingCall,
+        generation: Generation,
+        message: ChatMessage,
+        ids: tuple[str, ...],
+    ) -> None:
+        """Record the sampled tokens and the message that the client received. `ids`: the names of
+        its calls in the sampled text."""
         thread = pending.thread
         thread.stream.read(pending.tokens, Role.OBSERVATION if pending.merged else Role.PROMPT)
         thread.stream.write(generation, self.turns)
         thread.history = (*pending.request.messages, message)
         thread.tools = pending.request.tools_text
-        thread.points.append(TurnEnd(len(thread.history), len(thread.stream.tokens)))
+        thread.points.append(TurnEnd(len(thread.history), len(thread.stream.tokens), ids))
         thread.busy = False
         self.turns += 1
         self.merged += pending.merged

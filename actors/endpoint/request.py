@@ -6,6 +6,8 @@ clients send them by default and those of the run apply, and options that change
 """
 
 import json
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from actors.endpoint.tools import ChatToolCall, canonical
@@ -32,7 +34,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {  # keys of which only these values are 
     "repetition_penalty": (None, 1),
 }
 _USED = {"messages", "tools", "max_tokens", "max_completion_tokens", "stop", "model"}
-_USED |= {"stream", "stream_options"}
+_USED |= {"stream", "stream_options", "chat_template_kwargs"}
 _IGNORED = {"temperature", "seed", "user", "metadata", "store", "service_tier"}
 _IGNORED |= {"safety_identifier", "prompt_cache_key"}
 _KNOWN = _USED | _IGNORED | _NEUTRAL.keys()
@@ -71,6 +73,7 @@ class ChatRequest(NamedTuple):
     stream: bool
     usage: bool  # True if a stream ends with token counts
     model: str
+    switches: Mapping[str, Any] = MappingProxyType({})  # variables of the chat template
 
 
 def decode(body: bytes) -> ChatRequest:
@@ -99,7 +102,15 @@ def decode(body: bytes) -> ChatRequest:
         stream=value.get("stream") is True,
         usage=isinstance(options, dict) and options.get("include_usage") is True,
         model=value["model"] if isinstance(value.get("model"), str) else "policy",
+        switches=_switches(value.get("chat_template_kwargs")),
     )
+
+
+def _switches(value: Any) -> dict[str, Any]:
+    """Return variables of the chat template, such as `enable_thinking`."""
+    value = {} if value is None else value
+    _require(isinstance(value, dict), "chat_template_kwargs: must be an object")
+    return value
 
 
 def _require(holds: bool, problem: str) -> None:

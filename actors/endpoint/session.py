@@ -10,14 +10,14 @@ import numpy as np
 from actors.endpoint.recorder import PendingCall, Recorder
 from actors.endpoint.request import ChatMessage, ChatRequest, RequestRefused
 from actors.endpoint.template import Template
-from actors.endpoint.tools import ParsedTurn, parse
+from actors.endpoint.tools import ParsedTurn
 from actors.engines.base import Engine, Generation, Request
 from actors.progress import TicketProgress
 from actors.rollout.episode_config import Setting
 from evolver_async.metrics.activity import GENERATING
 from evolver_async.protocol.transcripts import Turn
 from evolver_async.randomness import key
-from evolver_async.schema import Ticket, TurnFlag
+from evolver_async.schema import FAILED_CALL, Ticket, TurnFlag
 
 
 class Completion(NamedTuple):
@@ -165,12 +165,14 @@ class EndpointSession:
         visible = text
         for stop in request.stop:
             visible = visible.partition(stop)[0]
-        parsed = parse(visible) if request.calling else ParsedTurn(visible, (), True)
+        parsed, ids = ParsedTurn(visible, (), True), tuple[str, ...]()
+        if request.calling:
+            parsed, ids = self.template.parse(visible, request.tools)
         prompt_tokens = len(pending.context)
         message = ChatMessage("assistant", parsed.content.strip(), parsed.calls)
-        self.recorder.finish(pending, generation, message)
+        self.recorder.finish(pending, generation, message, ids)
         called = TurnFlag.TOOL_CALL if parsed.calls else TurnFlag(0)
-        flags = called if parsed.readable else TurnFlag.FORMAT_ERROR
+        flags = called if parsed.readable else TurnFlag.FORMAT_ERROR | FAILED_CALL
         self.flags.append(flags | (TurnFlag.CUT if generation.finish == "length" else 0))
         if self.setting.recorded:
             observation = request.messages[-1].content

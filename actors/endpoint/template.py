@@ -1,57 +1,77 @@
 """Rendering of messages and tools with a chat template, as whole conversations or continuations.
 
-A template that writes tool calls in the form that `tools.py` reads is used as it is. For any other
-template, tools and calls are written as text into the messages that it supports.
+A template that lists tools, and writes calls in a syntax that `formats.syntaxes` reads, is used as
+it is. For any other, tools and calls are written as text into the messages that it supports.
 """
 
 import json
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from actors.endpoint import tools as texts
 from actors.endpoint.request import ChatMessage, ChatRequest, RequestRefused
-from actors.formats.chat import ASSISTANT, Chat
-
-_PROBE = texts.ChatToolCall("probe-name", '{"probe-key": "probe-value"}')
-_NONE = {"type": "object", "properties": {}}
-_PROBE_TOOL = {
-    "type": "function",
-    "function": {"name": "probe-tool", "description": "", "parameters": _NONE},
-}
+from actors.formats.chat import Chat
+from actors.formats.native import Native, schemas
+from actors.formats.syntaxes import TAGGED, SyntaxCall
 
 
 class Template:
-    """Chat template of one tokenizer. `native`: True if it supports tools itself."""
+    """Chat template of one tokenizer. `native`: True if it supports tools itself, whose calls it
+    writes in `syntax`."""
 
     def __init__(self, chat: Chat) -> None:
         self._chat = chat
-        self.native = self._supports_tools()
+        self._tools = Native(chat)
+        self.syntax = self._tools.syntax
+        self.native = self.syntax is not None
+
+    def parse(
+        self, text: str, tools: list[dict[str, Any]]
+    ) -> tuple[texts.ParsedTurn, tuple[str, ...]]:
+        """Parse a turn that may call these tools. Second: the names that the calls have in it, each
+        "" where the syntax has none."""
+        read = (self.syntax or TAGGED).turn(text, schemas(tools))
+        return texts.parsed(read), tuple(call.id for call in read.calls)
 
     def first(self, request: ChatRequest) -> list[int]:
         """Render a whole conversation up to the policy's turn. Raise RequestRefused."""
+        switches = self._switches(request)
         tools = [self._plain(tool) for tool in request.tools]
-        messages = self._messages(request.messages)
+        messages = self._messages(request.messages, [])
         if tools and not self.native:
             described = {"role": "system", "content": texts.instructions(tools)}
             if messages[0]["role"] == "system":
                 described["content"] = f"{messages[0]['content']}\n\n{described['content']}"
                 messages = messages[1:]
             messages, tools = [described, *messages], []
-        return self._chat.tokens_of(self._render(messages, tools))
+        messages = self._chat.supported(messages)
+        return self._chat.whole_tokens(
+            _rendered(lambda: self._chat.render(messages, tools, **switches))
+        )
 
-    def next(self, messages: tuple[ChatMessage, ...], last: int) -> list[int]:
+    def next(self, request: ChatRequest, since: int, ids: Sequence[str], last: int) -> list[int]:
         """Render the tokens between the policy's turn, whose last token is `last`, and its next.
+        `since`: number of the request's messages up to that turn; `ids`: the names of its calls
+        there.
 
         Raise RequestRefused.
         """
-        before = [{"role": "user", "content": ""}, {"role": "assistant", "content": ASSISTANT}]
-        _, _, after = self._render([*before, *self._messages(messages)], []).partition(ASSISTANT)
+        turn, messages = request.messages[since - 1], request.messages[since:]
+        switches = self._switches(request)
+        named = [self._call(*call, id) for call, id in zip(turn.calls, ids, strict=True)]
+        said = self._messages(messages, named)
+        after = _rendered(lambda: self._tools.after(named if self.native else [], said, switches))
         return self._chat.behind(last, self._chat.tokens_of(after))
 
-    def _messages(self, messages: tuple[ChatMessage, ...]) -> list[dict[str, Any]]:
-        """Convert messages to the roles that the template supports."""
+    def _messages(
+        self, messages: tuple[ChatMessage, ...], calls: list[SyntaxCall]
+    ) -> list[dict[str, Any]]:
+        """Convert messages to the roles that the template supports. `calls`: those before them,
+        which results are of, in their order."""
         found: list[dict[str, Any]] = []
         responses: list[str] = []  # of consecutive tool messages, which are one message as text
-        for role, text, calls in messages:
+        waiting, number = list(enumerate(calls)), len(calls)  # numbered over the conversation
+        for role, text, called in messages:
             content = self._chat.plain(texts.escaped(text) if role == "tool" else text)
             if role == "tool" and not self.native:
                 if not responses:
@@ -59,24 +79,29 @@ class Template:
                 responses.append(content)
                 found[-1]["content"] = texts.tool_responses(responses)
                 continue
+            if role == "tool":
+                of, call = waiting.pop(0) if waiting else (number, None)
+                found.append(self._tools.result(content, call, of))
+                continue
             responses = []
             message: dict[str, Any] = {"role": role, "content": content}
-            if calls and self.native:
-                message["tool_calls"] = [self._native(*call) for call in calls]
-            elif calls:
-                message["content"] = self._chat.plain(texts.assistant_text(text, calls))
+            if called and self.native:
+                made = [self._call(*call) for call in called]
+                message = self._tools.assistant(content, made, number)
+                waiting, number = list(enumerate(made, number)), number + len(made)
+            elif called:
+                message["content"] = self._chat.plain(texts.assistant_text(text, called))
             found.append(message)
         return found
 
-    def _native(self, name: str, arguments: str) -> dict[str, Any]:
-        function = {"name": self._chat.plain(name), "arguments": self._plain(json.loads(arguments))}
-        return {"type": "function", "function": function}
+    def _switches(self, request: ChatRequest) -> dict[str, Any]:
+        """Return variables for the template. Raise RequestRefused for one not its own."""
+        if taken := sorted(self._chat.reserved & request.switches.keys()):
+            raise RequestRefused(f"chat_template_kwargs: {taken[0]} cannot be set")
+        return dict(request.switches)
 
-    def _render(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> str:
-        try:
-            return self._chat.render(messages, tools)
-        except Exception as error:  # templates raise exceptions of any kind
-            raise RequestRefused(f"messages: the chat template rejects them: {error}") from None
+    def _call(self, name: str, arguments: str, id: str = "") -> SyntaxCall:
+        return SyntaxCall(self._chat.plain(name), self._plain(json.loads(arguments)), id)
 
     def _plain(self, value: Any) -> Any:
         """Escape special tokens in all texts of a value."""
@@ -88,15 +113,9 @@ class Template:
             return {self._plain(name): self._plain(item) for name, item in value.items()}
         return value
 
-    def _supports_tools(self) -> bool:
-        """Return True if the template renders tools, and calls in the form that `parse` reads."""
-        self.native = True
-        request = (ChatMessage("user", ""), ChatMessage("assistant", "", (_PROBE,)))
-        messages = self._messages((*request, ChatMessage("tool", "probe-answer")))
-        try:
-            text = self._render(messages, [_PROBE_TOOL])
-            before = self._render(messages[:2], [])
-        except RequestRefused:
-            return False
-        shown = all(name in text for name in ("probe-tool", "probe-answer"))
-        return shown and texts.parse(before[before.find("<tool_call>") :]).calls[:1] == (_PROBE,)
+
+def _rendered(render: Callable[[], str]) -> str:
+    try:
+        return render()
+    except Exception as error:  # templates raise exceptions of any kind
+        raise RequestRefused(f"messages: the chat template rejects them: {error}") from None

@@ -1,4 +1,5 @@
-"""Text form of tool calls, as Hermes and Qwen write them; pure.
+"""Tool calls of chat messages, and their text for templates without tools, as Hermes writes
+them; pure.
 
 <tool_call>
 {"name": "look", "arguments": {"where": "left"}}
@@ -8,8 +9,7 @@
 import json
 from typing import Any, NamedTuple
 
-from actors.formats.tags import blocks, thought_end
-from actors.formats.tool_calls import called
+from actors.formats.syntaxes import TAGGED, ReadTurn
 
 _INSTRUCTIONS = """# Tools
 
@@ -52,18 +52,13 @@ def parse(text: str) -> ParsedTurn:
 
     If one call cannot be parsed or is not closed, the whole turn is text without calls.
     """
-    thought = thought_end(text, "tool_call")
-    turn = text[thought:]
-    calls, content, place = list[ChatToolCall](), [text[:thought]], 0
-    for block in blocks(turn, "tool_call"):
-        call = _call(block.body) if block.closed else None
-        if call is None:
-            return ParsedTurn(text, (), False)
-        calls.append(call)
-        content.append(turn[place : block.start])
-        place = block.end
-    outside = "".join([*content, turn[place:]])
-    return ParsedTurn(outside.strip() if calls else text, tuple(calls), True)
+    return parsed(TAGGED.turn(text))
+
+
+def parsed(read: ReadTurn) -> ParsedTurn:
+    """Return a turn as it is compared with what an agent sends."""
+    calls = tuple(ChatToolCall(call.name, canonical(call.arguments)) for call in read.calls)
+    return ParsedTurn(read.content, calls, read.readable)
 
 
 def instructions(tools: list[dict[str, Any]]) -> str:
@@ -88,11 +83,3 @@ def escaped(content: str) -> str:
 def tool_responses(contents: list[str]) -> str:
     """Write the outputs of tools as the text of a user message."""
     return "\n".join(f"<tool_response>\n{text}\n</tool_response>" for text in contents)
-
-
-def _call(body: str) -> ChatToolCall | None:
-    try:
-        call = called(body)
-        return ChatToolCall(call.name, canonical(call.arguments))
-    except (ValueError, RecursionError):
-        return None

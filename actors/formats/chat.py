@@ -9,8 +9,9 @@ What an environment or the experience pool says is data: where it spells a speci
 marker of experience, it is written so that no tokenizer takes it for one.
 """
 
+import inspect
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from datetime import datetime
 from functools import lru_cache
 from itertools import takewhile
@@ -41,12 +42,21 @@ class Chat:
     message and the next one of the user, `opening` that between the latter and where the policy
     writes. ValueError: the template drops or changes messages.
 
-    Without a text for it there is no system message, so a template's own default acts. A template
-    without a system role has the text in front of the first message of the user.
+    `switches`: variables of the template, such as `enable_thinking`; ValueError for one that is not
+    its own (`reserved`). Without a text for it there is no system message, so a template's own
+    default acts. A template without a system role has the text in front of the first message of
+    the user.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, switches: Mapping[str, Any] | None = None) -> None:
         self._tokenizer = tokenizer
+        self.switches = dict(switches or {})
+        parameters = inspect.signature(tokenizer.apply_chat_template).parameters
+        self.reserved = frozenset((*parameters, "strftime_now", "forced_prefix"))
+        for name in self.switches:
+            if name in self.reserved or not name.isidentifier():
+                raise ValueError(f"chat template: {name} cannot be set (rollout.template)")
+        self._guard: tuple[str, int] | None = None
         self._remembered = lru_cache(REMEMBERED)(self._encode)
         self._openings = lru_cache(REMEMBERED)(self._rendered_opening)
         self._texts = lru_cache(REMEMBERED)(self._decode)
@@ -81,8 +91,28 @@ class Chat:
         closes = ending == closing or (ending == opening and ending not in heads)
         self._closing = ending if closing is not None and closes else None
         self.end_of_turn = ending if closing is None else closing
+        self._check_pieces(rendered)
         if self.end_of_turn is not None:
             self.stop_tokens |= {self.end_of_turn}
+
+    def _check_pieces(self, rendered: str) -> None:
+        """Compare a conversation that is put together of pieces with the whole. SentencePiece's
+        tokenizers begin each text with a space; behind a special token, which `_encode` then drops
+        again, some do not. ValueError if there is no such token."""
+        before, _, after = rendered.partition(ASSISTANT)
+        whole = self._decode(self.whole_tokens(rendered))
+        specials = [name for name in self._tokenizer.all_special_tokens if name]
+        for guard in ("", *specials):
+            if guard:
+                self._guard = guard, len(self._tokenizer.encode(guard, add_special_tokens=False))
+                self._remembered.cache_clear()
+            parts = self.whole_tokens(before), self.tokens_of(ASSISTANT), self.tokens_of(after)
+            if self._decode(token for part in parts for token in part) == whole:
+                return
+        raise ValueError(
+            "tokenizer: pieces of a conversation, each tokenized by itself, read as another text"
+            " than the whole: a space or a mark is added where a piece begins or ends"
+        )
 
     def _behind_last(self, history: list[dict[str, Any]]) -> str:
         """Return the text behind the assistant's message at the end of a conversation; "" from a
@@ -108,7 +138,8 @@ class Chat:
 
         `before`: messages between the system's and the last one of the user.
         """
-        return self.tokens_of(self._opening_text(system, user, before)) + self.tokens_of(prefix)
+        opening = self.whole_tokens(self._opening_text(system, user, before))
+        return opening + self.tokens_of(prefix)
 
     def place_of_user(self, system: str, user: str, before: Messages = ()) -> int:
         """Count the tokens of `first` before the last message of the user."""
@@ -132,6 +163,19 @@ class Chat:
             place = next(i for i, (role, _) in enumerate(said) if role == "user")
             said[place] = ("user", f"{system}\n\n{said[place][1]}")
         return said
+
+    def supported(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Return messages without the system's role if the template has none: what the system says
+        first stands in front of the first message of the user."""
+        if self._has_system or not messages or messages[0]["role"] != "system":
+            return messages
+        said, *rest = messages
+        place = next((i for i, one in enumerate(rest) if one["role"] == "user"), None)
+        if place is None:
+            return messages
+        asked = rest[place]
+        rest[place] = asked | {"content": f"{said['content']}\n\n{asked['content']}"}
+        return rest
 
     def experience(self, text: str) -> list[int]:
         """Return the tokens of guidance between its markers, by themselves."""
@@ -191,14 +235,30 @@ class Chat:
                 return None if self._decode(tokens[:place]).strip() else token
         return None
 
+    def mark(self, text: str) -> int | None:
+        """Return the special token that a text of the template begins with, behind blanks too;
+        None without one."""
+        return self._mark(self.tokens_of(text))
+
+    def stop_at(self, token: int | None) -> None:
+        """Have this token end turns too."""
+        self.stop_tokens |= frozenset(() if token is None else (token,))
+
+    def until_stop(self, text: str) -> str:
+        """Return a text of the template up to the first token that ends turns."""
+        tokens = self.tokens_of(text)
+        return self._decode(takewhile(lambda token: token not in self.stop_tokens, tokens))
+
     def message(self, user: str) -> tuple[list[int], list[int]]:
         """Return the tokens that `next` has before the user's message, and those of the message
         with the one that ends it."""
         said = self.plain(user)
+        guard, count = self._guard or ("", 0)
         text, options = self.between + said + self.opening, {"return_offsets_mapping": True}
-        encoded = self._tokenizer(text, add_special_tokens=False, **options)
-        tokens, offsets = encoded["input_ids"], encoded["offset_mapping"]
-        start, end = len(self.between), len(self.between) + len(said)
+        encoded = self._tokenizer(guard + text, add_special_tokens=False, **options)
+        tokens, offsets = encoded["input_ids"][count:], encoded["offset_mapping"][count:]
+        start = len(guard) + len(self.between)
+        end = start + len(said)
         first = next(i for i, (_, stop) in enumerate(offsets) if stop > start)
         last = next(i for i, (_, stop) in enumerate(offsets) if stop > end)
         return tokens[:first], tokens[first : last + 1]
@@ -212,20 +272,29 @@ class Chat:
         return tokens
 
     def render(
-        self, messages: list[dict[str, Any]], tools: list[Any] | None = None, *, opens: bool = True
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[Any] | None = None,
+        *,
+        opens: bool = True,
+        **switches: Any,
     ) -> str:
         """Render a whole conversation with the template. `opens`: up to the beginning of the
-        policy's turn.
+        policy's turn; `switches`: variables of the template, beside those of the conversation
+        format.
 
         Raises whatever the template does.
         """
+        own = {
+            "strftime_now": TODAY.strftime,
+            "forced_prefix": "",  # of a template that an earlier run exported: it comes after
+        }
         return self._tokenizer.apply_chat_template(
             messages,
             tools=tools or None,
             tokenize=False,
             add_generation_prompt=opens,
-            strftime_now=TODAY.strftime,
-            forced_prefix="",  # of a template that an earlier run exported: the prefix comes after
+            **(self.switches | switches | own),
         )
 
     def tokens_of(self, text: str) -> list[int]:
@@ -233,7 +302,14 @@ class Chat:
         return list(self._remembered(text) if len(text) <= LONGEST else self._encode(text))
 
     def _encode(self, text: str) -> tuple[int, ...]:
-        return tuple(self._tokenizer.encode(text, add_special_tokens=False))
+        guard, count = self._guard or ("", 0)
+        return tuple(self._tokenizer.encode(guard + text, add_special_tokens=False)[count:])
+
+    def whole_tokens(self, text: str) -> list[int]:
+        """Tokenize a text that a conversation begins with."""
+        if self._guard is None:
+            return self.tokens_of(text)
+        return self._tokenizer.encode(text, add_special_tokens=False)
 
     def text_of(self, tokens: list[int]) -> str:
         """Decode sampled tokens, without a stop token at their end."""

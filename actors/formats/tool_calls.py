@@ -6,12 +6,14 @@ action. Errors a policy can mend are told to it as what the tool said.
 
 import json
 import re
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 import msgspec
 
+from actors.formats.syntaxes import escaped_controls
 from actors.formats.tags import TaggedBlock, blocks, thought_end
 
+T = TypeVar("T")
 ANSWER_TOOL, CODE_TOOL = "answer", "python"
 UNCLOSED = "error: <tool_call> without </tool_call>"
 NO_CALL = "error: neither a tool call nor an answer could be read"
@@ -56,15 +58,23 @@ def canonical(name: str, arguments: dict[str, Any]) -> str:
 
 
 def called(text: str) -> ToolInvocation:
-    """Parse a call from JSON; ValueError gives the reason on one line."""
+    """Parse a call from JSON, whose texts may have raw newlines; ValueError gives the reason on one
+    line."""
     try:
-        call = msgspec.json.decode(text, type=WrittenCall)
+        call = _decoded(text, WrittenCall)
         arguments = call.arguments or {}
         if isinstance(arguments, str):
-            arguments = msgspec.json.decode(arguments, type=dict[str, Any])
+            arguments = _decoded(arguments, dict[str, Any])
         return ToolInvocation(call.name, arguments)
     except (msgspec.MsgspecError, RecursionError, ValueError) as error:
         raise ValueError(f"this is no call as JSON: {error}") from error
+
+
+def _decoded(text: str, kind: type[T]) -> T:
+    try:
+        return msgspec.json.decode(text, type=kind)
+    except msgspec.DecodeError:
+        return msgspec.json.decode(escaped_controls(text), type=kind)
 
 
 class ToolCall:

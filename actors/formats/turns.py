@@ -64,7 +64,8 @@ class TurnFormat(Protocol):
 
 class ThinkAnswer:
     """Turn format with `<answer> left</answer>`, after `<think>...</think>` if asked for; `||`
-    separates actions.
+    separates actions. `thinks`: the chat template has opened a thought already, which is not opened
+    twice, and is closed where none is asked for.
 
     A turn with no action, with more than `actions_per_turn`, or with text outside the tags is a
     format error.
@@ -74,9 +75,12 @@ class ThinkAnswer:
     tools = False
     stop_strings: tuple[str, ...] = ("</answer>",)
 
-    def __init__(self, *, think: bool, actions_per_turn: int) -> None:
+    def __init__(self, *, think: bool, actions_per_turn: int, thinks: bool = False) -> None:
         self.actions_per_turn = actions_per_turn
-        self.prefix = "<think>" if think else "<answer>"
+        self._begun = THOUGHT if think else "<answer>"
+        self.prefix = self._begun
+        if thinks:
+            self.prefix = "" if think else f"\n{THOUGHT_END}\n\n<answer>"
         self.min_tokens = 2 * actions_per_turn + (2 if think else 0)
         self._opening = "</think><answer>" if think else ""
         thought = r"<think>.*?</think>\s*" if think else ""
@@ -97,7 +101,7 @@ class ThinkAnswer:
         )
 
     def parse(self, text: str) -> list[str | InvalidCall] | None:
-        found = self._pattern.fullmatch(self.prefix + text)
+        found = self._pattern.fullmatch(self._begun + text)
         if found is None:
             return None
         actions: list[str | InvalidCall] = [part.strip() for part in found[1].split(SEPARATOR)]
@@ -204,10 +208,12 @@ def turn_format(
     name: str, *, think: bool, actions_per_turn: int, extract: str = "", thinks: bool = False
 ) -> TurnFormat:
     """Make the turn format of this name, which is not `auto`. Raises ValueError for an unfit own
-    one. `extract` and `thinks` are those of `chat`."""
+    one. `extract` is that of `chat`; `thinks`: the chat template opens a thought."""
     kind = implementation("rollout.format", name, FORMATS)
     if kind is WholeMessage:
         kind = partial(WholeMessage, extract=extract, thinks=thinks)
+    elif kind is ThinkAnswer:
+        kind = partial(ThinkAnswer, thinks=thinks)
     made = kind(think=think, actions_per_turn=actions_per_turn)
     if not isinstance(made, TurnFormat):
         has = ", ".join(one for one in sorted(PARTS) if not hasattr(made, one))

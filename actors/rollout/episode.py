@@ -40,11 +40,10 @@ from evolver_async.metrics.activity import GENERATING
 from evolver_async.protocol.failures import FailureKind
 from evolver_async.protocol.transcripts import Turn
 from evolver_async.randomness import key
-from evolver_async.schema import SCRIPTED, Ticket, TurnFlag
+from evolver_async.schema import FAILED_CALL, SCRIPTED, Ticket, TurnFlag
 
 MAX_METRICS = 32  # numbers of the environment's own in one episode
 HUNG_S = 3600.0  # beyond the episode's limit: a turn that is still being written never returns
-FAILED_CALL = TurnFlag.TOOL_CALL | TurnFlag.TOOL_ERROR
 
 log = logging.getLogger(__name__)
 

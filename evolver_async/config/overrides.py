@@ -16,7 +16,7 @@ SECTIONS = (
 )
 KEYS = {  # of sections whose other keys can differ by stage
     "policy": {item.name for item in fields(PolicyConfig)} - {"max_length"},
-    "rollout": {"agent", "agent_reward"},
+    "rollout": {"agent", "agent_reward", "template"},
     "buffer": {
         *("lease_s", "stall_s", "warn_s", "limit_bytes", "disk_limit_bytes", "segment_bytes"),
         *("archive", "address"),

@@ -6,10 +6,12 @@ import numpy as np
 
 from evolver_async.config import Config
 from evolver_async.rewards import alike, term_means
-from evolver_async.schema import Array, Group, TurnFlag
+from evolver_async.schema import FAILED_CALL, Array, Group, TurnFlag
 from learner.data.batch import Batch
 from learner.data.collate import guided
 from learner.data.resampling import flagged, tool_calls
+
+UNREADABLE = np.uint8(TurnFlag.FORMAT_ERROR | FAILED_CALL)
 
 
 def taken_metrics(stage: Config, groups: list[Group]) -> dict[str, float]:
@@ -37,6 +39,7 @@ def rollout_metrics(groups: list[Group]) -> dict[str, float]:
         "train/success": float(np.mean([trajectory.success for trajectory in trajectories])),
         "train/turns_mean": float(turns.mean()),
         "train/format_errors": flagged(flags, TurnFlag.FORMAT_ERROR),
+        "train/unreadable_calls": float(np.mean(flags & UNREADABLE == UNREADABLE)),
         "train/invalid_actions": flagged(flags, TurnFlag.INVALID_ACTION),
         "train/tool_errors": flagged(calls, TurnFlag.TOOL_ERROR),
         "train/zero_spread": sum(map(_members_alike, groups)) / len(rewards),

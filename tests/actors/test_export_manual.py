@@ -225,3 +225,20 @@ def test_an_exported_template_can_be_trained_on_again(exported: Exported) -> Non
     for prefix in ("<answer>", "<think>"):
         assert chat.first("s", "u", prefix) == exported.setting.chat.first("s", "u", prefix)
     assert template_of(chat, "<think>") == template_of(exported.setting.chat, "<think>")
+
+
+def test_the_template_keeps_the_switches_of_training() -> None:
+    thinks = "{% if thinks is defined and not thinks %}</think>{% endif %}{{ word }}"
+    tokenizer = make_tokenizer(
+        TEMPLATE.replace("assistant\n{% endif", f"assistant\n{thinks}{{% endif")
+    )
+    chat = Chat(tokenizer, {"thinks": False, "word": "say 'a' %"})
+    other = make_tokenizer(template_of(chat, ""))
+    messages = [{"role": "user", "content": "u"}]
+    options = {"tokenize": False, "add_generation_prompt": True}
+    rendered = other.apply_chat_template(messages, **options)
+    assert rendered == tokenizer.decode(chat.first("", "u", ""))
+    assert rendered.endswith("</think>say 'a' %")
+    again = Chat(other, {"thinks": False, "word": "say 'a' %"})
+    assert template_of(again, "") == template_of(chat, "")
+    assert "</think>" in chat.opening

@@ -58,6 +58,7 @@ class Launch:
         self.tail = Tail(run_dir / "metrics.jsonl")
         self.tail.rows()
         self.unread: list[dict[str, Any]] = []
+        self.printed = ""  # to stdout, complete after `end`
         self.process = subprocess.Popen(
             [*COMMAND, "train", *map(str, arguments)],
             stdout=subprocess.PIPE,
@@ -111,7 +112,7 @@ class Launch:
 
     def end(self) -> tuple[int, str]:
         """Wait for the launcher; its exit code and what it wrote to stderr."""
-        _, errors = self.process.communicate(timeout=DEADLINE_S)
+        self.printed, errors = self.process.communicate(timeout=DEADLINE_S)
         return self.process.returncode, errors
 
     def logs(self) -> str:

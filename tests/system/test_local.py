@@ -8,6 +8,7 @@ learner is killed, Ctrl-C stops it, and it is resumed to its end.
 import json
 import signal
 import subprocess
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +19,7 @@ import pytest
 import torch
 from launches import COMMAND, DEADLINE_S, Launch, alive, launching, wait_for
 from safetensors.torch import load_file
+from shares import check_shares
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from evolver_async.buffer.service import BufferService
@@ -100,11 +102,13 @@ def in_rl(row: dict[str, Any]) -> bool:
 @pytest.fixture(scope="module")
 def finished(recipe: Path, start: Callable[..., Launch]) -> Finished:
     """Trains to the end; one of the two actors is killed in the middle of its groups."""
-    run_dir = recipe.parent / "finished"
+    run_dir, began = recipe.parent / "finished", time.monotonic()
     run = start(run_dir, recipe, "run.name=finished")
     row = run.wait_for_row(in_rl, "reinforcement learning")
     run.children()["actor-0"].kill()
-    return Finished(run_dir, *run.end(), {"killed_at": row["step"]})
+    ended = run.end()
+    seen = {"killed_at": row["step"], "printed": run.printed, "wall_s": time.monotonic() - began}
+    return Finished(run_dir, *ended, seen)
 
 
 @pytest.fixture(scope="module")
@@ -188,6 +192,13 @@ def test_the_documented_metrics_are_there(finished: Finished) -> None:
     buckets = {name.split("/")[0] for name in last if name.startswith("lag_")}
     assert buckets and buckets <= {"lag_0", "lag_1", "lag_2", "lag_3-4"}
     assert max(row["staleness/max"] for row in finished.steps if in_rl(row)) <= 4
+
+
+def test_the_shares_of_every_process_add_up(finished: Finished) -> None:
+    check_shares(finished.run_dir, finished.seen["wall_s"], 3, rows=4)
+    printed = finished.seen["printed"]
+    assert "\nactors " in printed and "learner " in printed
+    assert " wait" in printed, "the advice says for what"
 
 
 def test_evaluations_are_of_exact_versions(finished: Finished) -> None:

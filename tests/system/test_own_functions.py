@@ -1,89 +1,38 @@
-"""Functions of a user's own do what the built-in ones do: in one process, and in several."""
+"""Functions of a user's own do what the built-in ones do in one process; see test_ranks.py for
+several."""
 
-import json
 import math
 import traceback
-from pathlib import Path
-from typing import Any
 
 import pytest
+from own_runs import FORMAT, KEYS, OWN, check_own_functions, rows_of
 from serial_runs import trainer
 
 from evolver_async.buffer.state.sampling import sampler_of
-from evolver_async.cli import main
 from evolver_async.config import ConfigError
 from evolver_async.config.load import load
 from evolver_async.errors import TrainingError, Unrecoverable
 from evolver_async.extension import implementation
 from evolver_async.launch.start_checks import check_start
 
-SUPPORT = Path(__file__).parents[1] / "support"
-RECIPE = """
-env: {name: bandit}
-policy: {max_length: 64, hidden_size: 16, layers: 1, heads: 2, intermediate_size: 32}
-rollout:
-  group_size: 4
-  max_turns: 1
-  max_tokens: 4
-  format: own_functions:Shouted
-reward: ["own_rewards:bonus"]
-actors: {count: 1, groups: 4}
-buffer: {sampler: "own_functions:last_in"}
-judge: {kind: "own_functions:praise"}
-selection: {kind: "own_functions:first_two"}
-advantage: {kind: "own_functions:centred"}
-correction: {kind: "own_functions:halved", params: {weight: 0.5}}
-loss: {boost: 0}
-learner: {groups_per_step: 4, minibatches: 1, decay: none, token_budget: 64}
-stages: [{kind: rl, steps: 4}]
-eval: {every: 0, episodes: 4, final_episodes: 0}
-metrics: {panel: none, sinks: ["own_functions:sink", "own_functions:broken_sink"]}
-launch: {kind: serial}
-"""
-KEYS = {
-    "rollout.format": "Shouted",
-    "buffer.sampler": "last_in",
-    "judge.kind": "praise",
-    "selection.kind": "first_two",
-    "advantage.kind": "centred",
-    "correction.kind": "halved",
-    "metrics.sinks": "sink",
-}
-
-
-def rows(run_dir: Path) -> list[dict[str, Any]]:
-    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
-    return [row for row in map(json.loads, lines) if row.get("stage_kind") == "rl"]
-
-
-def check(run_dir: Path) -> None:
-    """Compare a run with what its functions do."""
-    found = rows(run_dir)
-    assert len(found) == 4
-    for row in found:
-        assert row["train/reward_mean"] > 90 and row["train/reward/bonus"] == 100.0
-        assert row["selection/kept_share"] == 0.5
-        assert row["judge/good_share"] == 1.0
-    every = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
-    (evaluated,) = [row for row in every if "eval/success" in row]
-    assert evaluated["eval/reward/bonus"] == 100.0 and evaluated["eval/reward_mean"] > 90
-    sent = [json.loads(line)["step"] for line in (run_dir / "sink.jsonl").read_text().splitlines()]
-    assert {row["step"] for row in found} <= set(sent)
+RECIPE = f"""
+env: {{name: bandit}}
+policy: {{max_length: 64, hidden_size: 16, layers: 1, heads: 2, intermediate_size: 32}}
+rollout: {{group_size: 4, max_turns: 1, max_tokens: 4, format: "{FORMAT}"}}
+actors: {{count: 1, groups: 4}}
+loss: {{boost: 0}}
+learner: {{groups_per_step: 4, minibatches: 1, decay: none, token_budget: 64}}
+stages: [{{kind: rl, steps: 4}}]
+eval: {{every: 0, episodes: 4, final_episodes: 0}}
+launch: {{kind: serial}}
+{OWN}"""
 
 
 def test_every_key_takes_a_function_in_one_process(tmp_path, caplog) -> None:
     finished = trainer(tmp_path, RECIPE)("run")
-    check(finished.run_dir)
+    assert len(rows_of(finished.run_dir)) == 4
+    check_own_functions(finished.run_dir)
     assert "own_functions:broken_sink failed: RuntimeError: no room" in caplog.text
-
-
-def test_every_key_takes_a_function_in_processes_with_two_ranks(tmp_path, monkeypatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(SUPPORT))
-    recipe = tmp_path / "own.yaml"
-    recipe.write_text(RECIPE)
-    run = [f"run.dir={tmp_path}", "run.name=run"]
-    assert main(["train", str(recipe), *run, "launch.kind=local", "learner.ranks=2"]) == 0
-    check(tmp_path / "run")
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,10 @@
-"""A run whose learner is two processes: one is killed; both go back after an alarm; it ends."""
+"""A run whose learner is two processes: one is killed; both go back after an alarm; it ends.
+
+The run of the first test uses functions of a user's own for every key that takes one.
+"""
 
 import json
+import os
 import signal
 from pathlib import Path
 from typing import Any
@@ -8,6 +12,7 @@ from typing import Any
 import psutil
 import pytest
 from launches import alive, launching, wait_for
+from own_runs import FORMAT, OWN, SUPPORT, check_own_functions
 
 from evolver_async.checkpoint import shards
 from evolver_async.checkpoint.directory import load_newest, resumable
@@ -15,6 +20,7 @@ from evolver_async.cli import main
 from evolver_async.errors import TRAINING_ERROR
 
 STEPS, ENOUGH = 40, 8
+MORE = 6  # steps after the resume
 RECIPE = f"""
 env: {{name: bandit, latency: {{kind: fixed, median_s: 0.05}}}}
 policy: {{max_length: 64, hidden_size: 16, layers: 1, heads: 2, intermediate_size: 32}}
@@ -37,11 +43,17 @@ def rows(run_dir: Path) -> list[dict[str, Any]]:
     return [row for row in map(json.loads, lines) if "stage_kind" in row]
 
 
-def test_a_killed_rank_ends_the_learner_which_goes_on_from_its_checkpoint(tmp_path, capsys):
+def test_a_killed_rank_ends_the_learner_which_goes_on_from_its_checkpoint(
+    tmp_path, capsys, monkeypatch
+):
+    paths = [str(SUPPORT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
     recipe, run_dir = tmp_path / "ranks.yaml", tmp_path / "runs" / "ranks"
-    recipe.write_text(RECIPE)
+    recipe.write_text(RECIPE.replace("metrics: {panel: none}", OWN))
+    own = [f"rollout.format={FORMAT}", "loss.boost=0", f"stages.0.steps={10**6}"]
     with launching() as start:
-        run = start(run_dir, recipe, f"run.dir={run_dir.parent}", f"run.name={run_dir.name}")
+        named = [f"run.dir={run_dir.parent}", f"run.name={run_dir.name}"]
+        run = start(run_dir, recipe, *named, *own)
         run.wait_for_steps(4)
         before = run.children()
         assert {"learner", "learner-1"} <= before.keys()
@@ -76,12 +88,14 @@ def test_a_killed_rank_ends_the_learner_which_goes_on_from_its_checkpoint(tmp_pa
     assert main(["export", str(run_dir), str(tmp_path / "exported")]) == 0
     assert f"after step {manifest.step}" in capsys.readouterr().out
 
+    end = manifest.step + MORE
     with launching() as start:
-        run = start(run_dir, "--resume", run_dir, "learner.ranks=1")
+        run = start(run_dir, "--resume", run_dir, "learner.ranks=1", f"stages.0.steps={end}")
         code, errors = run.end()
         assert code == 0, (errors, run.logs())
     steps = [int(row["step"]) for row in rows(run_dir)]
-    assert steps[-1] == STEPS and set(steps) == set(range(1, STEPS + 1))
+    assert steps[-1] == end and set(steps) == set(range(1, end + 1))
+    check_own_functions(run_dir)
     newest, _ = load_newest(run_dir / "checkpoints", run_dir.name)
     assert (newest / "model.safetensors").exists()
 

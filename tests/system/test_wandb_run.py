@@ -1,9 +1,10 @@
-"""A whole run with W&B offline: processes are killed, an actor stalls, the run is stopped."""
+"""A whole run with W&B offline: processes stand still or are killed, the run is stopped."""
 
 import json
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from launches import Launch, launching, wait_for
@@ -48,20 +49,48 @@ def titles(run_dir: Path) -> list[str]:
     return [row["title"] for row in Tail(run_dir / ALERTS).rows()]
 
 
-def test_kills_of_a_run_lose_no_row_and_are_told_to_people(
+def silent(run: Launch, name: str) -> list[dict[str, Any]]:
+    found = run.status()["stalled"]
+    return [one for one in found if one["who"] == name and one["silent"]]
+
+
+def check_stalls(run: Launch) -> None:
+    """Stop the learner, an actor and the buffer in turn: people are told, and the run goes on."""
+    progress = wait_for(lambda: run.status()["progress"], "a learner")
+    json.dumps(progress)
+    with stopped(child(run, "learner")):
+        (stall,) = wait_for(lambda: silent(run, "learner"), "the learner's stall")
+        assert "last heard in" in stall["what"]
+        wait_for(lambda: told(run, "learner was not heard for"), "the alert about the learner")
+    with stopped(child(run, "actor-1")):
+        wait_for(lambda: "stall of actor-1" in titles(run.run_dir), "the stall")
+    run.rows()
+    run.wait_for_steps(2)
+    with stopped(child(run, "buffer")):
+        wait_for(lambda: told(run, "the buffer does not answer for"), "the alert about the buffer")
+    run.rows()
+    run.wait_for_steps(2)
+    log = run.run_dir / "logs" / "launcher.log"
+    wait_for(lambda: "the buffer answers again" in log.read_text(), "its answer")
+
+
+def told(run: Launch, text: str) -> bool:
+    return any(row["text"].startswith(text) for row in Tail(run.run_dir / ALERTS).rows())
+
+
+def test_stalls_and_kills_of_a_run_lose_no_row_and_are_told_to_people(
     start: Callable[..., Launch], tmp_path: Path
 ) -> None:
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(RECIPE)
     run_dir = tmp_path / "run"
     run = start(run_dir, recipe, f"run.dir={tmp_path}", "run.name=run")
-    run.wait_for_steps(5)
+    run.wait_for_steps(3)
+    check_stalls(run)
     child(run, "actor-0").kill()
     wait_for(lambda: "restart of actor-0" in titles(run_dir), "the restart of the actor")
     child(run, "learner").kill()
-    run.wait_for_row(lambda row: row["lineage"] == 2 and row["step"] > 6, "a step of its successor")
-    with stopped(child(run, "actor-1")):
-        wait_for(lambda: "stall of actor-1" in titles(run_dir), "the stall")
+    run.wait_for_row(lambda row: row["lineage"] == 2, "a step of its successor")
     names = {"launcher", "buffer", "learner", "actor-0", "actor-1", "wandb"}
     lines = Tail(run_dir / SYSTEM)
     seen: set[str] = set()
@@ -79,11 +108,11 @@ def test_kills_of_a_run_lose_no_row_and_are_told_to_people(
     assert any("trajectories.path" in row for row in trained)
     known = {key.split("/")[1] for row in history(file) for key in row if key[:8] == "process/"}
     assert names <= known
-    told = {record.alert.title for record in records(file) if record.HasField("alert")}
+    alerts = {record.alert.title for record in records(file) if record.HasField("alert")}
     crashes = {
         f"{event} of {name}" for event in ("crash", "restart") for name in ("actor-0", "learner")
     }
-    assert crashes | {"stall of actor-1", "run stopped"} <= told
+    assert crashes | {"stall of actor-1", "run stopped"} <= alerts
     assert {one.stem for one in files(run_dir)} == {f"run-{run_record(file).run_id}"}
     assert run_record(file).run_group == "tests"
     steps = [row["progress/env_steps"] for row in rows if "stage_kind" in row]

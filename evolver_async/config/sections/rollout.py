@@ -68,6 +68,9 @@ class RolloutConfig:
     # the content of its last \boxed{} or of its last <tag>, or what a function returns
     extract: Extract = ""
     think: bool = False  # a turn opens with <think> (tool_call: <reason>)
+    # variables of the model's chat template, such as enable_thinking: false, in every prompt; the
+    # chat_template_kwargs of an agent's call come before them
+    template: dict[str, Any] = field(default_factory=dict)
     actions_per_turn: Count = 1
     # context of a turn: all turns, the last turns or the present one alone
     context: Literal["full", "window", "single"] = "full"

@@ -49,7 +49,7 @@ from evolver_async.config import ConfigError, LlmConfig
 from evolver_async.config.load import load
 from evolver_async.model.policy import token_logprobs
 from evolver_async.model.tiny import make_tokenizer as make_tiny_tokenizer
-from evolver_async.schema import Role, Task, Ticket, TurnFlag, WeightId
+from evolver_async.schema import FAILED_CALL, Role, Task, Ticket, TurnFlag, WeightId
 
 OLD, NEW = WeightId(lineage=1, step=1), WeightId(lineage=1, step=2)
 TOOLED = """{%- if tools %}<|im_start|>system
@@ -462,7 +462,7 @@ def test_a_call_that_cannot_be_read_is_text_for_the_agent_and_costs_the_penalty(
     ran = run(player, engine)
     trajectory = ran.one
     assert heard[0].tool_calls is None and "look left" in heard[0].content
-    assert trajectory.turn_flags.tolist() == [TurnFlag.FORMAT_ERROR, 0]
+    assert trajectory.turn_flags.tolist() == [TurnFlag.FORMAT_ERROR | FAILED_CALL, 0]
     assert trajectory.turn_rewards.tolist() == [-0.5, 1.0] and trajectory.reward == 0.5
     assert ran.counts["agent/unreadable_calls"] == 1
 

@@ -1,5 +1,7 @@
 """The think/answer format: what it accepts, and that it reads what it writes."""
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -154,3 +156,16 @@ def first_word(text: str) -> str | None:
 
 def length(text: str) -> int:
     return len(text)
+
+
+def test_a_thought_that_the_template_opens_is_not_opened_twice() -> None:
+    options: dict[str, Any] = {"actions_per_turn": 1, "thinks": True}
+    thoughtful = turn_format("think_answer", think=True, **options)
+    assert thoughtful.prefix == ""
+    assert thoughtful.parse("\nwhy</think><answer> up</answer>") == ["up"]
+    assert thoughtful.parse("<answer> up</answer>") is None
+    quick = turn_format("think_answer", think=False, **options)
+    assert quick.prefix.lstrip().startswith("</think>") and quick.prefix.endswith("<answer>")
+    assert quick.parse(" up</answer>") == ["up"]
+    for style in (thoughtful, quick):
+        assert style.parse(style.render_actions(["up"])) == ["up"]

@@ -64,6 +64,10 @@ def test_tool_errors_are_a_share_of_the_turns_that_called_a_tool():
     found = rollout_metrics([group])
     assert found["train/tool_errors"] == 0.5
     assert found["train/format_errors"] == pytest.approx(1 / 6)
+    assert found["train/unreadable_calls"] == pytest.approx(1 / 6)
+    group.trajectories[0].turn_flags[0] = TurnFlag.FORMAT_ERROR  # an answer that is none
+    found = rollout_metrics([group])
+    assert found["train/unreadable_calls"] == pytest.approx(1 / 6)
 
 
 def test_the_call_that_ends_an_episode_is_one() -> None:
