@@ -33,9 +33,9 @@ def agree(store: Store, rank: int, facts: Mapping[str, dict[str, object]]) -> No
     RuntimeError if rank 0 does not come within the deadline of the store.
     """
     if rank == 0:
-        return store.set(FACTS, msgspec.msgpack.encode(facts))
-    theirs = msgspec.msgpack.decode(store.get(FACTS))
-    ours = msgspec.msgpack.decode(msgspec.msgpack.encode(facts))
+        return store.set(FACTS, msgspec.json.encode(facts).decode())
+    theirs = msgspec.json.decode(store.get(FACTS))
+    ours = msgspec.json.decode(msgspec.json.encode(facts))
     if found := list(_differences(theirs, ours)):
         raise ConfigError(
             f"learner.ranks: rank {rank} was started with other code or settings than rank 0:"

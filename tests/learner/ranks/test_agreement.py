@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from torch.distributed import FileStore
+from torch._C._distributed_c10d import FileStore
 
 from evolver_async.config import Config, ConfigError, StageConfig
 from learner.ranks.agreement import agree, facts_of

@@ -38,12 +38,12 @@ def die_while_writing(rank: int, directory: Path, victims: Collection[int]) -> N
     state = LearnerState(lineage=1)
     saved = 0
 
-    def save_parts(where: Path) -> None:
+    def save_parts(directory: Path) -> None:
         nonlocal saved
         saved += 1
-        whole(where)
+        whole(directory)
         if saved > 1 and rank in victims:
-            torn = where / f"optimizer.{rank}of2.safetensors"
+            torn = directory / f"optimizer.{rank}of2.safetensors"
             os.truncate(torn, torn.stat().st_size // 2)
             os.kill(os.getpid(), signal.SIGKILL)
 

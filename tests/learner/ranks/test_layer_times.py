@@ -5,13 +5,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from evolver_async.schema import Array
 from learner.diagnostics.stop_rules import SLOW_STEPS, Guard
 from learner.ranks.layer_times import FACTOR, LOST_S, SLOWEST, LayerTimes, slowest
 
 TOKENS = (2, 300, 1000, 40, 700, 2, 500, 64, 900, 2)
 
 
-def of_rank(factor: float, tokens: tuple[int, ...] = TOKENS, steps: int = 3) -> torch.Tensor:
+def of_rank(factor: float, tokens: tuple[int, ...] = TOKENS, steps: int = 3) -> Array:
     """What a rank gathers whose passes cost 1 ms and 10 µs a token, times `factor`."""
     times = LayerTimes()
     for step in range(steps):
