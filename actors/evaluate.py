@@ -247,6 +247,7 @@ async def play_all(
         await scorer.close()
     setting.idle.close()
     await abandoned_closed(config.env.step_timeout_s)
+    setting.idle.processes.close()
     await engine.close()
     if failures:
         raise ValueError(f"{len(failures)} of {len(drawn)} episodes failed, {failures[0]}")

@@ -21,6 +21,7 @@ class FailureCounts:
     def __init__(self) -> None:
         self.noted = asyncio.Event()
         self._totals: dict[tuple[FailureKind, str], FailureTotal] = {}
+        self._traced: set[tuple[str, str]] = set()
 
     def note(self, kind: FailureKind, name: str, error: str, count: int = 1) -> None:
         """Count a failure of the component with this name."""
@@ -35,6 +36,15 @@ class FailureCounts:
             count=count + (before.count if before else 0),
         )
         self.noted.set()
+
+    def traced(self, name: str, cause: BaseException | None) -> BaseException | None:
+        """Return `cause` the first time that an error of its type comes from this component: the
+        log has the traceback of each kind of failure once."""
+        kind = name, type(cause).__name__
+        if cause is None or kind in self._traced or len(self._traced) >= MOST_NAMES:
+            return None
+        self._traced.add(kind)
+        return cause
 
     def totals(self) -> list[FailureTotal]:
         """Return all totals, the newest last."""

@@ -20,6 +20,7 @@ from actors.judge.factory import make_judge
 from actors.postprocess import ActorComponents
 from actors.questioning.questioner import make_questioner
 from actors.rewards.scorer import RewardScorer
+from actors.rollout.environment import IdleEnvironments
 from actors.scripted.reflection import Reflector
 from actors.worker import ActorReplaced, Worker
 from evolver_async.buffer.stages import eval_sets_of, source_of
@@ -63,16 +64,18 @@ def build(
     `experience`: a client of the experience service, where there is one.
     """
     failures, reflection = FailureCounts(), config.reflection
+    idle = IdleEnvironments(config.env.processes)
     tell = partial(failures.note, "engine", config.engine.kind)
     engine, source, tokenizer = follow_weights(config, weights_address, name, tell)
     chat = Chat(tokenizer, config.rollout.template)
     components = ActorComponents(
         judge=make_judge(config, engine, chat, failures),
         guide=experience and ServiceGuide(experience, config.experience, failures),
-        questioner=make_questioner(config, failures),
+        questioner=make_questioner(config, failures, idle),
         reflector=Reflector(reflection, failures) if reflection.kind == "llm" else None,
         agents=make_agents(config, engine, chat, failures),
         failures=failures,
+        idle=idle,
         scorer=RewardScorer(config, failures) if config.reward.terms else None,
     )
     return Worker(config, client, source, engine, chat, name, incarnation, components)

@@ -26,6 +26,7 @@ from actors.questioning.grade import regrade
 from actors.questioning.questioner import Questioner
 from actors.rewards.facts import Unscorable
 from actors.rewards.scorer import RewardScorer
+from actors.rollout.environment import IdleEnvironments
 from actors.rollout.episode import EpisodeLate
 from actors.rollout.episode_config import Setting
 from actors.rollout.finished import Finished
@@ -50,6 +51,7 @@ class ActorComponents:
     agents: AgentRunner | None = None
     reflector: Reflector | None = None
     failures: FailureCounts = field(default_factory=FailureCounts)  # theirs and the episodes'
+    idle: IdleEnvironments = field(default_factory=IdleEnvironments)
     scorer: RewardScorer | None = None
     first_reply: FirstReply = field(default_factory=FirstReply)
     has_read: bool = False  # some turn of the policy
@@ -72,6 +74,7 @@ class ActorComponents:
     async def close(self) -> None:
         for component in self._made():
             await component.close()
+        self.idle.processes.close()
 
 
 @dataclass(eq=False)

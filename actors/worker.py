@@ -18,7 +18,7 @@ from actors.outbox import Outbox
 from actors.postprocess import ActorComponents, TicketPostprocessing, release_reason
 from actors.progress import TicketProgress, renewal
 from actors.reporter import Reporter
-from actors.rollout.environment import IdleEnvironments, abandoned_closed
+from actors.rollout.environment import abandoned_closed
 from actors.rollout.episode_config import setting_of
 from actors.rollout.finished import Deliver, Finished
 from actors.rollout.group import run_group
@@ -57,8 +57,8 @@ class Worker:
         self.config = config
         self.components = components or ActorComponents()
         stages = [stage_config(config, index) for index in range(len(config.stages))]
-        failures, self.idle = self.components.failures, IdleEnvironments()
-        shared = name, incarnation, failures, self.idle
+        failures = self.components.failures
+        shared = name, incarnation, failures, self.components.idle
         self.settings = [setting_of(stage, chat, *shared) for stage in stages]
         self.sizes = [stage.rollout.group_size for stage in stages]
         self.capacities = concurrent_members(config)
@@ -112,7 +112,7 @@ class Worker:
             for task in (*loops, *ends):
                 task.cancel()
             await self.drain()
-            self.idle.close()
+            self.components.idle.close()
             await asyncio.gather(self.leave(), abandoned_closed(self.reply_timeout_s))
             await self.components.close()
             await self.adoption.close()

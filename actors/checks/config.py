@@ -5,6 +5,7 @@ import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from actors.checks.threads import check_threads
 from actors.endpoint.runner import load_agent
 from actors.engines.vllm_options import problems
 from actors.envs import base
@@ -74,7 +75,10 @@ def check(config: Config) -> None:
             check_terms(staged, task)
         _check_async(index, stage, staged, name, env)
         _check_turns(staged, name, env)
+        if name not in probed:
+            check_threads(staged, task)
         _check_service(staged, name, env, probed)
+        _check_isolation(f"stages[{index}].kind: {stage.kind}", stage, staged, name)
         key = f"stages[{index}].kind: {stage.kind}"
         if stage.kind == "sft" and not isinstance(env, base.Solvable):
             raise ValueError(f"{key} needs solve and actions, which env.name={name} has not")
@@ -230,6 +234,19 @@ def _check_async(index: int, stage: StageConfig, staged: Config, name: str, env:
     if TICKETS[stage.kind] == "branch" or (stage.kind == "sft" and guided):
         problem = "tries its steps without waiting: make reset, step and close plain functions"
         raise ValueError(f"env.name: {name} is async, and stages[{index}] ({stage.kind}) {problem}")
+
+
+def _check_isolation(key: str, stage: StageConfig, staged: Config, name: str) -> None:
+    """Refuse stages that carry an environment's states from one to another, where these are in
+    processes."""
+    guided = staged.experience.kind != "none" and staged.rollout.guided_fraction > 0
+    restores = TICKETS[stage.kind] == "branch" or (stage.kind == "sft" and guided)
+    isolation = base.isolation_of(name, base.env_class(name), staged.env.isolation)
+    if restores and isolation == "process":
+        raise ValueError(
+            f"{key} restores snapshots of {name}, which an environment in a process has not: set"
+            " env.isolation to thread"
+        )
 
 
 def _check_branches(key: str, stage: StageConfig, staged: Config, name: str, env: base.Env) -> None:

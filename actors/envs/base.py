@@ -2,9 +2,8 @@
 
 An environment is a small synchronous object that plays one episode after `reset`. Its constructor
 takes its parameters as typed keyword arguments and does no work. `reset`, `step` and `close` may be
-async. An environment of one's own is called in a thread of its own, unless it is async or its class
-says `blocking = False`: then a call that does not return stops its actor (see
-`actors/rollout/environment.py`).
+async. Where its calls are made is its class's `isolation`, or what the configuration says (see
+`isolation_of`).
 """
 
 import contextlib
@@ -45,6 +44,8 @@ REGISTRY = {
     "workshop": "actors.envs.workshop.env:Workshop",
     "workshop_tools": "actors.envs.workshop.env:ToolWorkshop",
 }
+
+FOREIGN = ("gymnasium", "textarena")  # these play what others have written
 
 AWAITED = ("reset", "step", "close")  # of an environment's methods those that may be async
 
@@ -231,9 +232,23 @@ def asynchronous(env: Env | type[Env]) -> bool:
     return any(inspect.iscoroutinefunction(getattr(env, part)) for part in AWAITED)
 
 
-def blocks(name: str, found: type[Env]) -> bool:
-    """Return True if calls of the environment of this name are made in a thread."""
-    return getattr(found, "blocking", name not in REGISTRY and not asynchronous(found))
+def isolation_of(name: str, found: type[Env], chosen: str = "auto") -> str:
+    """Return where calls of the environment of this name are made.
+
+    `loop`: on the actor's event loop, where a call that does not return stops the actor; `thread`:
+    each in one of its own; `process`: in other processes. `chosen` is `env.isolation`; its `auto`
+    is what the class says, else `loop` for our own and for async ones and `thread` for others.
+    """
+    if chosen == "auto":
+        chosen = getattr(found, "isolation", "auto")
+    if chosen != "auto":
+        return chosen
+    return "loop" if name in REGISTRY or asynchronous(found) else "thread"
+
+
+def undeclared(name: str, found: type[Env]) -> bool:
+    """Return True for a class of others that does not say whether threads can share it."""
+    return getattr(found, "isolation", "auto") == "auto" or name in FOREIGN
 
 
 @contextlib.asynccontextmanager

@@ -30,7 +30,7 @@ from actors.questioning.profile import described, load_profile
 from actors.questioning.replay import ReplayedEpisode, replay
 from actors.questioning.solve import solve_again
 from actors.questioning.synthesize import Candidate, Exploration, task_of, too_long
-from actors.rollout.environment import TimedEnvironment
+from actors.rollout.environment import IdleEnvironments, TimedEnvironment
 from actors.rollout.episode_config import Setting
 from actors.rollout.finished import Deliver, Finished
 from actors.rollout.group import run_group, run_members
@@ -60,9 +60,15 @@ class Questioner:
     """Questioner of one actor. Raise ConfigError for an invalid profile, ValueError for an
     `experience.embedder` without a model."""
 
-    def __init__(self, config: Config, failures: FailureCounts | None = None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        failures: FailureCounts | None = None,
+        idle: IdleEnvironments | None = None,
+    ) -> None:
         self.config = config.questioning
         self._failures = failures or FailureCounts()
+        self._shared = self._failures, idle or IdleEnvironments(), config.env.isolation
         self._client: JsonClient | None = None
         names = COUNTED
         embedder: Embedder = HashEmbedder()
@@ -228,7 +234,7 @@ class Questioner:
 
         async def play(task: Task, actions: list[str], dynamics_seed: int) -> ReplayedEpisode:
             where = ticket, candidate.member, task, actions, dynamics_seed
-            return await replay(*where, self._timeout_s, progress, self._failures)
+            return await replay(*where, self._timeout_s, progress, *self._shared)
 
         objection = self._known.objection(task, ticket.task)
         try:
@@ -263,7 +269,7 @@ class Questioner:
         task, seed = candidate.task, candidate.dynamics_seed
         own = msgspec.structs.replace(ticket, task=task)
         most, member = self.config.max_turns, candidate.member
-        world_of = own, member, self._timeout_s, progress, self._failures
+        world_of = own, member, self._timeout_s, progress, *self._shared
         async with TimedEnvironment(*world_of) as world:
             with progress.during(member, "solving again"):
                 actions = await solve_again(client, world, progress, task, seed, most, checked)
@@ -275,7 +281,7 @@ class Questioner:
         """Replay actions from where an exploration began; None if the environment fails."""
         place = ticket, one.member, unbound(ticket.task), actions, one.dynamics_seed
         try:
-            return await replay(*place, self._timeout_s, progress, self._failures)
+            return await replay(*place, self._timeout_s, progress, *self._shared)
         except EnvironmentFailure as failure:
             self._failed("an exploration", failure)
             return None
@@ -289,6 +295,8 @@ class Questioner:
         log.warning("%s: %s", what, error)
 
 
-def make_questioner(config: Config, failures: FailureCounts | None = None) -> Questioner | None:
+def make_questioner(
+    config: Config, failures: FailureCounts | None = None, idle: IdleEnvironments | None = None
+) -> Questioner | None:
     """Make the configured questioner; None if `questioning.kind` is none."""
-    return None if config.questioning.kind == "none" else Questioner(config, failures)
+    return None if config.questioning.kind == "none" else Questioner(config, failures, idle)

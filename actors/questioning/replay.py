@@ -7,7 +7,7 @@ import msgspec
 from actors.envs.base import Goals
 from actors.failures import FailureCounts
 from actors.progress import TicketProgress
-from actors.rollout.environment import TimedEnvironment
+from actors.rollout.environment import IdleEnvironments, TimedEnvironment
 from evolver_async.env import Step
 from evolver_async.schema import Task, Ticket
 
@@ -39,6 +39,8 @@ async def replay(
     timeout_s: float,
     progress: TicketProgress,
     failures: FailureCounts | None = None,
+    idle: IdleEnvironments | None = None,
+    isolation: str = "auto",
 ) -> ReplayedEpisode:
     """Replay `actions` from the initial state of `task` until the episode ends.
 
@@ -47,7 +49,8 @@ async def replay(
     """
     played, steps, goals, invalid = [], [], [], 0
     own = msgspec.structs.replace(ticket, task=task)
-    async with TimedEnvironment(own, member, timeout_s, progress, failures) as world:
+    shared = failures, idle, isolation
+    async with TimedEnvironment(own, member, timeout_s, progress, *shared) as world:
         await world.open()
         first = (await world.reset(task, dynamics_seed)).text
         for action in actions:

@@ -3,46 +3,16 @@
     request    {"path": "module:function", "arguments": {…} or None, "made": {name: step}}
     reply      {"value": …, "metrics": {…}} or {"error": text}
 
-Without arguments the function is imported alone. Both are msgpack behind 4 bytes of length, on
-standard input and on what was standard output; prints of a function go to standard error. The
-function runs in the main thread, so that it may use signals. A second thread reads the requests and
-ends the process with the actor.
+Without arguments the function is imported alone.
 """
 
 import importlib
-import os
-import queue
-import struct
-import sys
-import threading
 from collections.abc import Callable
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
-import msgspec
-
-HEAD = struct.Struct(">I")
-
-
-def main() -> None:
-    """Answer requests until standard input ends."""
-    replies = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)
-    requests: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
-    threading.Thread(target=_read, args=(requests,), daemon=True).start()
-    while True:
-        reply = msgspec.msgpack.encode(_answer(requests.get()))
-        replies.write(HEAD.pack(len(reply)) + reply)
-        replies.flush()
-
-
-def _read(requests: "queue.SimpleQueue[dict[str, Any]]") -> None:
-    """Read requests; end the process, whatever its main thread does, when the actor has ended."""
-    source = sys.stdin.buffer
-    while len(head := source.read(HEAD.size)) == HEAD.size:
-        requests.put(msgspec.msgpack.decode(source.read(HEAD.unpack(head)[0])))
-    os._exit(0)
+from actors.child_main import serve
 
 
 def _answer(request: dict[str, Any]) -> dict[str, Any]:
@@ -92,4 +62,4 @@ def plain(value: Any) -> Any:
 
 
 if __name__ == "__main__":
-    main()
+    serve(_answer)

@@ -1,23 +1,13 @@
 """Pool of processes that call the functions of reward terms, each killed at its deadline.
 
-Functions of a user's own can hang, end their process or hold Python's lock for seconds: in a thread
-of the actor each of these would stop generation. Calls block, so the caller makes them in threads.
+Calls block, so the caller makes them in threads.
 """
 
-import contextlib
-import os
 import queue
-import select
-import signal
-import subprocess
-import sys
-import time
 from typing import Any
 
-import msgspec
-
+from actors.child_process import ChildProcess
 from actors.rewards.facts import Unscorable
-from actors.rewards.worker import HEAD
 
 START_S = 60.0  # for a process to start and to import a function
 LARGEST_REPLY = 1 << 20  # bytes
@@ -67,19 +57,12 @@ class WorkerPool:
             worker.end()
 
 
-class _ScoringProcess:
+class _ScoringProcess(ChildProcess):
     """One process, seen from the actor."""
 
     def __init__(self) -> None:
-        paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
+        super().__init__("actors.rewards.worker", LARGEST_REPLY)
         self._loaded: set[str] = set()
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "actors.rewards.worker"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=os.environ | {"PYTHONPATH": paths},
-            start_new_session=True,  # so that children of a function end with it
-        )
 
     def load(self, path: str) -> None:
         """Import a function, which is not part of a call's time. Raises Unscorable."""
@@ -89,55 +72,11 @@ class _ScoringProcess:
 
     def ask(self, request: dict[str, Any], timeout_s: float) -> dict[str, Any]:
         """Send a request; return the reply. Raises Unscorable without one in time."""
-        deadline = time.monotonic() + timeout_s
-        content = msgspec.msgpack.encode(request)
         try:
-            self._send(HEAD.pack(len(content)) + content, deadline)
-            (length,) = HEAD.unpack(self._receive(HEAD.size, deadline))
-            if length > LARGEST_REPLY:
-                raise Unscorable(f"returned {length} bytes")
-            return msgspec.msgpack.decode(self._receive(length, deadline))
+            return super().ask(request, timeout_s)
         except TimeoutError:
             raise Unscorable(f"did not return within {timeout_s:g} s") from None
-        except (OSError, EOFError):
+        except EOFError:
             raise Unscorable("ended its process") from None
-
-    def end(self) -> None:
-        """End the process and what it has started; a call that waits for it fails."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-
-    def kill(self) -> None:
-        """End the process, and release what belongs to it."""
-        self.end()
-        self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout):
-            assert pipe is not None
-            with contextlib.suppress(BrokenPipeError):
-                pipe.close()
-
-    def _send(self, content: bytes, deadline: float) -> None:
-        assert self._process.stdin is not None
-        fd, view = self._process.stdin.fileno(), memoryview(content)
-        os.set_blocking(fd, False)
-        while view:
-            _wait(fd, select.POLLOUT, deadline)
-            view = view[os.write(fd, view) :]
-
-    def _receive(self, count: int, deadline: float) -> bytes:
-        assert self._process.stdout is not None
-        fd, parts = self._process.stdout.fileno(), b""
-        while len(parts) < count:
-            _wait(fd, select.POLLIN, deadline)
-            part = os.read(fd, count - len(parts))
-            if not part:
-                raise EOFError
-            parts += part
-        return parts
-
-
-def _wait(fd: int, event: int, deadline: float) -> None:
-    poll = select.poll()
-    poll.register(fd, event)
-    if not poll.poll(max(0.0, 1000 * (deadline - time.monotonic()))):
-        raise TimeoutError
+        except ValueError as error:
+            raise Unscorable(str(error)) from None

@@ -2,9 +2,11 @@
 
 Where it may block, a thread of its own makes all calls, so that none waits for another episode's;
 not in a serial run, where the virtual clock would run past all deadlines while a thread works. What
-is async is awaited on the loop. What a call raises, a missed deadline too, is an EnvironmentFailure
-that names environment, task, member, what it was doing and for how long. A failure of `close` is
-noted only: the episode has ended, and its result stands.
+is async is awaited on the loop. An environment in another process is called by such a thread, too;
+episodes that share the process wait for each other outside their deadlines. What a call raises, a
+missed deadline too, is an EnvironmentFailure that names environment, task, member, what it was
+doing and for how long. A failure of `close` is noted only: the episode has ended, and its result
+stands.
 """
 
 import asyncio
@@ -18,7 +20,15 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Any, Self, TypeVar
 
-from actors.envs.base import Env, EnvironmentFailure, blocks, env_class, make_env, settled
+from actors.envs.base import (
+    Env,
+    EnvironmentFailure,
+    env_class,
+    isolation_of,
+    make_env,
+    settled,
+)
+from actors.envs.env_process import EnvProcess, EnvProcesses, RemoteEnv, make_remote
 from actors.envs.results import (
     Opening,
     checked_goal,
@@ -58,15 +68,18 @@ class TimedEnvironment:
         progress: TicketProgress,
         failures: FailureCounts | None = None,
         idle: "IdleEnvironments | None" = None,
+        isolation: str = "auto",
     ) -> None:
         self.spent_s = 0.0
         self._failures = failures or FailureCounts()
-        self._idle = idle
+        self._idle = idle or IdleEnvironments()
+        self._isolation = isolation
         self._task = ticket.task
         self._member = member
         self._timeout_s = timeout_s
         self._progress = progress
         self._thread: _Thread | None = None
+        self._process: EnvProcess | None = None
         self._last: Future[Any] | None = None
 
     async def __aenter__(self) -> Self:
@@ -82,13 +95,37 @@ class TimedEnvironment:
     async def open(self) -> None:
         """Make the environment, or take an idle one of the same parameters."""
         name, params = self._task.env, self._task.params
-        if self._idle is not None and (found := self._idle.take(name, params)) is not None:
-            self.env, self._thread = found
+        if (held := self._idle.take(name, params)) is not None:
+            self.env, self._thread = held
+            self._process = self.env.process if isinstance(self.env, RemoteEnv) else None
             return
-        found = await self.call("making the environment", env_class, name)
-        if blocks(name, found) and not getattr(asyncio.get_running_loop(), "virtual", False):
+        making = "making the environment"
+        found = await self.call(making, env_class, name)
+        isolation = isolation_of(name, found, self._isolation)
+        if isolation != "loop" and not getattr(asyncio.get_running_loop(), "virtual", False):
             self._thread = _Thread(name)
-        self.env = await self.call("making the environment", make_env, name, params)
+        if isolation != "process":
+            self.env = await self.call(making, make_env, name, params)
+            return
+        self._process = await self._loaded(name)
+        place = self._process, name, params, self._timeout_s
+        self.env = await self.call(making, make_remote, *place)
+
+    async def _loaded(self, name: str) -> EnvProcess:
+        """Return a process that has imported the environment, which has a deadline of its own."""
+        process = self._idle.processes.place()
+        try:
+            if self._thread is None:
+                process.load(name)
+            else:
+                async with process.turn:
+                    await asyncio.wrap_future(self._thread.call(process.load, name))
+        except BaseException as error:
+            process.held -= 1
+            if isinstance(error, RAISED) and not own_cancellation(error):
+                raise self.failure("starting its process", 0.0, error) from error
+            raise
+        return process
 
     async def call(
         self, doing: str, function: Callable[..., Any], *args: object, latency_s: float = 0
@@ -143,6 +180,12 @@ class TimedEnvironment:
     async def _timed(
         self, function: Callable[..., Any], args: tuple[object, ...], latency_s: float
     ) -> Any:
+        async with self._process.turn if self._process else contextlib.nullcontext():
+            return await self._timed_alone(function, args, latency_s)
+
+    async def _timed_alone(
+        self, function: Callable[..., Any], args: tuple[object, ...], latency_s: float
+    ) -> Any:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._timeout_s
         at_once = self._thread is None and latency_s <= 0
@@ -158,6 +201,8 @@ class TimedEnvironment:
                     found = await settled(found if at_once else self._blocking(function, args))
             except TimeoutError:
                 if limit.expired():
+                    if self._process is not None:  # no other episode may begin in it
+                        self._process.give_up(f"a call of member {self._member} did not return")
                     raise self._missed() from None
                 raise
         if loop.time() > deadline:  # it held up the loop, so that nothing could cut it short
@@ -185,7 +230,7 @@ class TimedEnvironment:
             if self._thread is not None:
                 self._thread.end()
             return
-        if self._idle is not None and getattr(self.env, "reusable", False):
+        if getattr(self.env, "reusable", False):
             self._idle.keep(self._task.env, self._task.params, self.env, self._thread)
             return
         closing = asyncio.ensure_future(self._noted_close())
@@ -229,9 +274,13 @@ class TimedEnvironment:
 
 class IdleEnvironments:
     """Environments between two episodes, whose class says `reusable = True`: their next `reset`
-    begins anew. The one used last is taken first; the oldest beyond `IDLE` is closed."""
+    begins anew. The one used last is taken first; the oldest beyond `IDLE` is closed.
 
-    def __init__(self) -> None:
+    `processes`: those of an actor's environments, which stay for later ones.
+    """
+
+    def __init__(self, processes: int = 1) -> None:
+        self.processes = EnvProcesses(processes)
         self._held: list[tuple[tuple[str, dict[str, Any]], Env, _Thread | None]] = []
 
     def take(self, name: str, params: dict[str, Any]) -> "tuple[Env, _Thread | None] | None":

@@ -88,7 +88,8 @@ class Episode:
     async def play(self, policy: EpisodePolicy) -> Finished:
         """Reset, then run turns until the end, a limit, or too little room for a whole turn.
 
-        The limit of time ends the episode after the turn in which it passes. Tokens that were
+        The limit of time counts from the first observation, as a process for the environment can
+        take long to start, and ends the episode after the turn in which it passes. Tokens that were
         sampled are never thrown away for it: played again until it is short, a task would teach
         short episodes alone.
         """
@@ -96,6 +97,7 @@ class Episode:
         began = loop.time()
         room = setting.max_length - self.ticket.sampling.max_tokens
         await self._begin(policy, room)
+        observed = loop.time()
         env = self.environment.env
         bound = env.max_turns if isinstance(env, Bounded) else None
         turns = min(setting.max_turns, bound or setting.max_turns)
@@ -121,7 +123,7 @@ class Episode:
                 self.terminated = turns == bound  # the environment's own end
                 break
             unread = sum(bool(flag & TurnFlag.FORMAT_ERROR) for flag in self.flags)
-            if loop.time() - began >= setting.episode_timeout_s:
+            if loop.time() - observed >= setting.episode_timeout_s:
                 self.flags[-1] |= TurnFlag.LATE
                 break
             if 0 < setting.format_errors <= unread or not self.conversation.tell(told):
@@ -307,7 +309,7 @@ async def run_episode(
     EnvironmentFailure if its environment raised or a call of it did not return, EpisodeLate if the
     policy did not answer.
     """
-    shared = setting.failures, setting.idle
+    shared = setting.failures, setting.idle, setting.isolation
     environment = TimedEnvironment(ticket, member, setting.step_timeout_s, progress, *shared)
     episode = Episode(environment, ticket, member, setting, progress)
     async with environment:

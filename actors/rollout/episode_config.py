@@ -36,6 +36,7 @@ class Setting:
     format_penalty: float
     max_observation_tokens: int = 0  # of one observation; 0: no limit
     format_errors: int  # turns that cannot be parsed after which an episode ends; 0: never
+    isolation: str = "auto"  # of environments
     step_timeout_s: float
     episode_timeout_s: float
     latency: str  # of every step: none, fixed or lognormal
@@ -78,6 +79,7 @@ def setting_of(
         format_penalty=rollout.format_penalty,
         max_observation_tokens=rollout.max_observation_tokens,
         format_errors=rollout.format_errors,
+        isolation=env.isolation,
         step_timeout_s=env.step_timeout_s,
         episode_timeout_s=env.episode_timeout_s,
         latency=env.latency.kind,
@@ -97,7 +99,7 @@ def setting_of(
         hint_chars=config.experience.max_chars,
         scored=_scored_share(config),
         failures=failures or FailureCounts(),
-        idle=idle or IdleEnvironments(),
+        idle=idle or IdleEnvironments(env.processes),
     )
 
 

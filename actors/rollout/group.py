@@ -80,7 +80,8 @@ async def side_by_side(
             with progress.clock.during(PLAYING):
                 await play(member)
         except (EnvironmentFailure, EpisodeLate) as failure:
-            log.warning("group %d: %s", ticket.group_id, failure)
+            cause = setting.failures.traced(failure.name, failure.__cause__)
+            log.warning("group %d: %s", ticket.group_id, failure, exc_info=cause)
             setting.failures.note(failure.kind, failure.name, failure.error)
             failures.append(failure)
         progress.played += 1

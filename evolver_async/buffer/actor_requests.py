@@ -164,8 +164,9 @@ class ActorRequests:
             return None
         number, sample = divmod(running.granted, running.k)
         episode = SetEpisode(running.name, number, chosen.temperature)
-        task = chosen.task(number)
-        return self._grant(peer, task, "eval", [sample], evaluation.weights, episode=episode)
+        guided = [sample] if chosen.guided else []
+        place = chosen.task(number), "eval", [sample], evaluation.weights
+        return self._grant(peer, *place, episode=episode, guided=guided)
 
     def _reissue(self, peer: str, room: int, split: bool) -> Ticket | None:
         """Grant missing members again, unless the disk has no room for what they would bring.

@@ -110,7 +110,7 @@ def eval_sets_of(config: Config) -> dict[str, EvalSet]:
             missing = f"has no task of the {split} split"
             raise ConfigError(f"eval.sets.{name}.split: {config.tasks.path} {missing}")
         numbers = chosen.first, chosen.tasks, chosen.k
-        made[name] = EvalSet(source, split, *numbers, chosen.temperature)
+        made[name] = EvalSet(source, split, *numbers, chosen.temperature, chosen.guided)
     tasks = config.eval.final_episodes
     if stage.given is not None:
         tasks = min(tasks, stage.given.count("test"))

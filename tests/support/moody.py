@@ -6,10 +6,12 @@ Its actors write down every ACK they are given, so that a test knows what was pr
 import asyncio
 import os
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from actors.envs.bandit import Bandit
+from actors.envs.grid.frozen_lake import FrozenLake
 from actors.outbox import Outbox
 from evolver_async.env import Step
 from evolver_async.protocol import messages
@@ -26,7 +28,7 @@ class Moody(Bandit):
     It stands still in the actor's own loop, while the sockets' threads go on.
     """
 
-    blocking = False
+    isolation = "loop"
 
     def __init__(self, *, directory: str, reset_s: float = 0.0) -> None:
         super().__init__()
@@ -48,6 +50,18 @@ class Moody(Bandit):
             return super().step(action)
         time.sleep(float((self.directory / HUNG).read_text()))
         return super().step(action)
+
+
+@dataclass(kw_only=True, eq=False)
+class Lake(FrozenLake):
+    """A lake whose actors write down their ACKs, too: it has the scores and goals that AgentEvolver
+    needs."""
+
+    directory: str
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        write_acks(Path(self.directory) / ACKED)
 
 
 def write_acks(path: Path) -> None:

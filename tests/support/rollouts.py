@@ -74,7 +74,7 @@ class Corridor:
     """Walk right until the end; what it does at step `at` is a parameter."""
 
     instructions = "walk"
-    blocking = False
+    isolation = "loop"
     closed = 0
 
     def __init__(self, *, length: int = 3, at: int = -1, what: str = "") -> None:
@@ -165,7 +165,7 @@ def roll_out(
 class Hanging(Corridor):
     """Blocks in one of its calls until `free` is set; may fail in others."""
 
-    blocking = True
+    isolation = "thread"
     free = threading.Event()
 
     def __init__(

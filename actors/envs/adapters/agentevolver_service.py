@@ -41,7 +41,7 @@ class AgentEvolver(Env):
     repeat it. ValueError names the parameter that cannot be.
     """
 
-    blocking = True
+    isolation = "thread"
 
     url: str = ""
     env_type: str = ""

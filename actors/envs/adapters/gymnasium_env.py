@@ -39,7 +39,7 @@ class Gymnasium:
     ValueError names the parameter that cannot be.
     """
 
-    blocking = True
+    isolation = "thread"
     needs_table = False
 
     def __init__(

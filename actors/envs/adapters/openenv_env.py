@@ -33,7 +33,7 @@ class OpenEnv(Env):
     precedes the message of a reset. ValueError names the parameter that cannot be.
     """
 
-    blocking = True
+    isolation = "thread"
 
     url: str = ""
     action_key: str = "message"

@@ -41,7 +41,7 @@ class ReasoningGym(Env):
     16 of them. ValueError names the parameter that cannot be.
     """
 
-    blocking = True
+    isolation = "thread"
 
     dataset: str = ""
     kwargs: dict[str, Any] | None = None

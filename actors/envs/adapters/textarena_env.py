@@ -40,7 +40,7 @@ class TextArena(Env):
     same, to that of its seed. ValueError names the parameter that cannot be.
     """
 
-    blocking = True
+    isolation = "thread"
 
     id: str = ""
     kwargs: dict[str, Any] | None = None

@@ -31,7 +31,7 @@ class Verifiers(Env):
     names the parameter that cannot be.
     """
 
-    blocking = True
+    isolation = "thread"
 
     taskset: str = ""
     kwargs: dict[str, Any] | None = None

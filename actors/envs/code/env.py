@@ -66,7 +66,7 @@ class Code(Env):
     tool error; an answer that hidden tests cannot check for this reason is a failure.
     """
 
-    blocking = True
+    isolation = "thread"
 
     kind: Literal["arithmetic", "programs", "given"] = "arithmetic"
     question: str = ""

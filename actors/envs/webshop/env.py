@@ -55,7 +55,7 @@ class WebShop(Env):
     ValueError names the parameter that is out of range, or the file.
     """
 
-    blocking = True  # large catalogues take minutes to read, and their searches a while
+    isolation = "thread"  # large catalogues take minutes to read, and their searches a while
     instructions = f"{GOAL} actions search[words] click[button] ."
     plain_instructions = PLAIN_GOAL + PLAIN_ACTIONS
     refusal = ""  # what is said before the page when an action does not exist

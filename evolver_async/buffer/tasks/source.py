@@ -114,6 +114,7 @@ class EvalSet:
     tasks: int
     k: int
     temperature: float
+    guided: bool = False
 
     def task(self, number: int) -> Task:
         """The task of this number within the set; the same numbers always give the same tasks."""

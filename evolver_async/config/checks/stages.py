@@ -133,6 +133,8 @@ def eval_sets(config: Config) -> Iterator[tuple[str, str]]:
             yield key, "is the name of the set of the end (eval.final_episodes); choose another"
         if chosen.k > 1 and not chosen.temperature:
             yield f"{key}.k", f"must be 1: at temperature 0 all samples are alike, is {chosen.k}"
+        if chosen.guided and (config.experience.kind == "none" or config.rollout.agent):
+            yield f"{key}.guided", "needs experience.kind, and turns of ours (no rollout.agent)"
         if chosen.every and not every:
             yield f"{key}.every", "must be 0: eval.every=0 evaluates only after each stage"
         if every and chosen.every % every:

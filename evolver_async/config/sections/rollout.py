@@ -44,6 +44,10 @@ class EnvConfig:
     # wording of instructions; auto: plain for a tokenizer of normal size, else tiny
     prompt: Literal["auto", "tiny", "plain"] = "auto"
     latency: LatencyConfig = field(default_factory=LatencyConfig)
+    # where its calls are made: on the actor's event loop, each episode's in a thread of its own, or
+    # in processes; auto: as its class says, else threads for code of your own
+    isolation: Literal["auto", "loop", "thread", "process"] = "auto"
+    processes: Count = 2  # of an actor, for environments in processes; episodes beyond share them
     # a call of the environment that has not returned by then fails its episode, which is played
     # again
     step_timeout_s: Positive = 30.0

@@ -123,6 +123,7 @@ class EvalSetConfig:
     tasks: Count = 64
     k: Count = 1  # samples per task; more than one needs a temperature
     temperature: float = 0.0  # 0 is greedy
+    guided: bool = False  # with what the experience service finds, as guided members of training
     # versions between evaluations of the set, a multiple of eval.every; 0: with every evaluation
     every: int = 0
 
@@ -132,7 +133,8 @@ FINAL_SET = "test"  # name of the set of the split test that is evaluated at the
 
 @dataclass
 class EvalConfig:
-    """Evaluation on held-out tasks with exact weights, greedy and never guided."""
+    """Evaluation on held-out tasks with exact weights, greedy and without experience (but for sets
+    that ask for it)."""
 
     # evaluate the model as it is before the first step, as step 0 of every curve; auto: always
     # with policy.path, never the tiny preset

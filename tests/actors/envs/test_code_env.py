@@ -48,7 +48,7 @@ def test_it_is_what_recipes_need() -> None:
     env = make_env("code", {"kind": "arithmetic"})
     for protocol in (Solvable, Rewindable, Tooled, Probed):
         assert isinstance(env, protocol)
-    assert isinstance(env, Code) and env.tools() == [TOOL] and env.blocking
+    assert isinstance(env, Code) and env.tools() == [TOOL] and env.isolation == "thread"
     json.dumps(env.tools())
     env.probe()
 

@@ -57,7 +57,7 @@ END = TOKENIZER.convert_tokens_to_ids("<|im_end|>")
 class Stuck(Corridor):
     """Blocks in its first step until `free` is set."""
 
-    blocking = True
+    isolation = "thread"
     begun, free = threading.Event(), threading.Event()
 
     def step(self, action: str) -> Step:
@@ -229,12 +229,13 @@ class AsyncCancelling(Cancelling):
 
 
 @pytest.mark.parametrize(
-    ("env", "blocking"), [(Cancelling, False), (Cancelling, True), (AsyncCancelling, False)]
+    ("env", "isolation"),
+    [(Cancelling, "loop"), (Cancelling, "thread"), (AsyncCancelling, "loop")],
 )
 def test_a_cancelled_error_of_an_environment_is_its_failure(
-    env: type, blocking: bool, monkeypatch: pytest.MonkeyPatch
+    env: type, isolation: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(env, "blocking", blocking)
+    monkeypatch.setattr(env, "isolation", isolation)
     engine = FakeEngine({"0/0/0": say(RIGHT, RIGHT)})
     with pytest.raises(EnvironmentFailure, match=r"step for .*CancelledError: mine"):
         roll_out(corridor(env=env), setting(), engine)
@@ -293,7 +294,7 @@ class Sloppy(Corridor):
         return self.result
 
 
-@pytest.mark.parametrize("blocking", [True, False])
+@pytest.mark.parametrize("isolation", ["thread", "loop"])
 @pytest.mark.parametrize(
     ("params", "named"),
     [
@@ -308,9 +309,9 @@ class Sloppy(Corridor):
     ],
 )
 def test_what_a_step_must_not_do_is_the_environments_failure(
-    params: dict[str, Any], named: str, blocking: bool, monkeypatch: pytest.MonkeyPatch
+    params: dict[str, Any], named: str, isolation: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Sloppy, "blocking", blocking, raising=False)
+    monkeypatch.setattr(Sloppy, "isolation", isolation)
     with pytest.raises(EnvironmentFailure, match=f"Sloppy.*{named}"):
         roll_out(corridor(env=Sloppy, **params), setting(), FakeEngine({"0/0/0": say(RIGHT)}))
 
@@ -596,7 +597,7 @@ def test_a_close_that_hangs_holds_up_no_episode(monkeypatch: pytest.MonkeyPatch)
 class Reusable(Corridor):
     """Is dear to make, and says that `reset` begins anew."""
 
-    blocking = True
+    isolation = "thread"
     reusable = True
     made = 0
     threads: ClassVar[set[int]] = set()
@@ -764,7 +765,7 @@ def test_an_async_environment_that_hangs_is_late_and_is_closed(call: str) -> Non
 class Together(Corridor):
     """Every call returns once all members are in one, and says which thread it was in."""
 
-    blocking = True
+    isolation = "thread"
     all_there: ClassVar = threading.Barrier(64)
     threads: ClassVar[dict[str, set[int]]] = {}
 
@@ -930,7 +931,7 @@ def test_scores_are_read_wherever_somebodys_own_function_may_use_them(
 class SlowClose(Corridor):
     """Blocks in `close` until `free` is set."""
 
-    blocking = True
+    isolation = "thread"
     free = threading.Event()
 
     def close(self) -> None:
@@ -1042,3 +1043,15 @@ def test_a_demonstration_has_no_limit_of_tokens() -> None:
         demonstrate_group(corridor(env=Hanging), setting(), 0.0, TicketProgress(), done.append)
     )
     assert not any(one.trajectory.turn_flags.any() for one in done)
+
+
+def test_the_log_has_the_traceback_of_each_kind_of_failure_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    how = setting()
+    for _ in range(2):
+        with pytest.raises(EnvironmentFailure):
+            roll_out(corridor(at=0, what="raise"), how, FakeEngine({"0/0/0": say(RIGHT)}))
+    traced = [record for record in caplog.records if record.exc_info]
+    assert len(traced) == 1 and len(caplog.records) == 2
+    assert "rollouts.py" in logging.Formatter().format(traced[0])

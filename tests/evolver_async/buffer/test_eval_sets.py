@@ -144,6 +144,17 @@ def test_the_deciding_set_is_played_first_and_samples_share_their_task(world: Wo
     assert len({ticket.dynamics_seed for ticket in tickets[5:8]}) == 1
 
 
+def test_a_guided_set_asks_for_experience_and_the_deciding_one_does_not(tmp_path: Path) -> None:
+    asked = settings({"with_pool": EvalSetConfig(tasks=2, k=2, temperature=1.0, guided=True)})
+    asked.experience.kind, asked.loss.boost, asked.rollout.guided_fraction = "contrast", 0.0, 0.0
+    world = World(tmp_path, asked)
+    world.resume()
+    report(world, 2, ["with_pool"])
+    tickets = evaluating(world, 6)
+    assert [ticket.guided for ticket in tickets] == [[], [], [0], [1], [0], [1]]
+    assert world.store.state.guidance.guided == 0, "none is a group of training"
+
+
 @pytest.mark.parametrize("played", [0, 1, 4, 7, 10])
 def test_an_evaluation_goes_on_where_the_buffer_was_killed(world: World, played: int) -> None:
     report(world, 2, ["ood", "sampled"])
