@@ -233,7 +233,7 @@ class Updater(Models):
         critic: CriticTraining | None = None,
         distillation: Distillation | None = None,
     ) -> Applied:
-        return self.stepper(
+        applied = self.stepper(
             stage,
             data,
             loss,
@@ -244,6 +244,7 @@ class Updater(Models):
             step=state.stage_step,
             steps=steps,
         )
+        return replace(applied, metrics=applied.metrics | self.ranks.pace())
 
     def _check_finite(
         self, state: LearnerState, applied: Applied, *values: object, cause: str = ""

@@ -209,6 +209,7 @@ class Learner:
         alarms = self.guard.watch(settings, self.state, groups, outcome) if learns else []
         self.state.count(groups, outcome.tokens, outcome.updates)
         passed = self.clock.tick(self.state)
+        self.guard.tell_slow_rank(take, outcome.metrics, passed)
         over = stage_over(self.config.stages[stage], self.state)
         # Other stages publish at their end (and at a restart): no version is made in between.
         changed = outcome.updates > 0 if learns else over

@@ -3,8 +3,8 @@
 runner.py       runs the members of a ticket as agents, each with a base URL of its own
 outcome.py      imports an agent and reads its return value
 server.py       HTTP on the loopback interface
-request.py      decodes a request strictly
-response.py     encodes an answer as JSON or as events
+request.py      decodes what all API forms share
+chat_form.py, responses_form.py, messages_form.py: requests and answers of the three API forms
 session.py      limits, generates and records the calls of one episode
 template.py     messages and tools → tokens
 tools.py        tool calls ↔ text

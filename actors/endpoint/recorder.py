@@ -9,7 +9,7 @@ tokens sampled earlier have the role PROMPT, so that no token is trained twice.
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from actors.endpoint.request import ChatMessage, ChatRequest
+from actors.endpoint.request import ChatMessage, ChatRequest, RequestRefused
 from actors.endpoint.template import Template
 from actors.engines.base import Generation
 from actors.formats.chat import Stream
@@ -40,13 +40,14 @@ class ChatThread:
 class PendingCall(NamedTuple):
     """A call whose answer is being sampled. Its context is the thread's tokens, then `tokens`.
 
-    `merged`: the thread already has turns.
+    `merged`: the thread already has turns. `given`: text of the answer that ends the context.
     """
 
     request: ChatRequest
     thread: ChatThread
     tokens: list[int]
     merged: bool
+    given: str = ""
 
     @property
     def context(self) -> list[int]:
@@ -65,6 +66,17 @@ class Recorder:
 
     def begin(self, request: ChatRequest) -> PendingCall:
         """Prepare a call's context; `finish` or `abandon` must follow. Raise RequestRefused."""
+        pending = self._begin(request)
+        try:
+            given = self._template.given(request, pending.context)
+        except RequestRefused:
+            self.abandon(pending)
+            raise
+        tokens = pending.tokens + self._template.tokens_of(given)
+        return pending._replace(tokens=tokens, given=given)
+
+    def _begin(self, request: ChatRequest) -> PendingCall:
+        """Prepare the context up to where the answer begins."""
         thread, point = self._longest_match(request)
         if thread is None or point is None:
             return self._from_template(request)

@@ -1,44 +1,30 @@
-"""Strict decoding of chat completion requests, as OpenAI's clients send them.
+"""Requests of all API forms, decoded strictly into one kind; and the parts that the forms share.
 
 An unsupported option is refused, unknown ones included, never ignored: it could change the sampled
 distribution, of which training needs the log-probs. Ignored are `temperature` and `seed`, because
-clients send them by default and those of the run apply, and options that change no answer.
+clients send them by default and those of the run apply, and options that change no sampling.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from actors.endpoint.tools import ChatToolCall, canonical
 from actors.formats.chat import encodable
 
-_ROLES = {"system": "system", "developer": "system", "user": "user", "tool": "tool"}
-_NEUTRAL: dict[str, tuple[Any, ...]] = {  # keys of which only these values are supported
-    "n": (None, 1),
-    "tool_choice": (None, "auto", "none"),
-    "parallel_tool_calls": (None, True),
-    "response_format": (None, {"type": "text"}),
-    "functions": (None, []),
-    "function_call": (None, "auto", "none"),
-    "logit_bias": (None, {}),
-    "logprobs": (None, False),
-    "top_logprobs": (None, 0),
-    "audio": (None,),
-    "modalities": (None, ["text"]),
+MAX_STOPS, MAX_CHOICES = 4, 128  # of choices OpenAI's limit
+SAMPLED: dict[str, tuple[Any, ...]] = {  # keys that change the sampling, with their neutral values
     "top_p": (None, 1),
     "top_k": (None, 0, -1),
     "min_p": (None, 0),
     "frequency_penalty": (None, 0),
     "presence_penalty": (None, 0),
     "repetition_penalty": (None, 1),
+    "logit_bias": (None, {}),
 }
-_USED = {"messages", "tools", "max_tokens", "max_completion_tokens", "stop", "model"}
-_USED |= {"stream", "stream_options", "chat_template_kwargs"}
-_IGNORED = {"temperature", "seed", "user", "metadata", "store", "service_tier"}
-_IGNORED |= {"safety_identifier", "prompt_cache_key"}
-_KNOWN = _USED | _IGNORED | _NEUTRAL.keys()
-MAX_STOPS = 4
+_WHOLE = "the policy samples from its whole distribution, of which training needs the log-probs"
+_MEDIA = ("image", "audio", "video", "file", "document")
 
 
 class RequestRefused(Exception):
@@ -61,140 +47,180 @@ class ChatMessage(NamedTuple):
 class ChatRequest(NamedTuple):
     """A decoded request.
 
-    `tools`: function specs, `tools_text` their canonical text; `max_tokens`: 0 is no limit.
+    `tools`: function specs, `tools_text` their canonical text. `forced`: name of the tool that must
+    be called, "" for any; None if the model may write text. `single`: at most one call. `prefill`:
+    the beginning of the answer, which the client wrote. `instructed`: how many of the first
+    messages are of this request alone, not of the conversation.
     """
 
     messages: tuple[ChatMessage, ...]
+    model: str
     tools: list[dict[str, Any]]
     tools_text: str
-    calling: bool  # True if the model may call tools
-    max_tokens: int
-    stop: tuple[str, ...]
-    stream: bool
-    usage: bool  # True if a stream ends with token counts
-    model: str
+    calling: bool = False  # True if the model may call tools
+    forced: str | None = None
+    single: bool = False
+    prefill: str = ""
+    max_tokens: int = 0  # 0: no limit
+    stop: tuple[str, ...] = ()
+    choices: int = 1  # answers to sample
+    logprobs: bool = False
+    stream: bool = False
+    usage: bool = False  # True if a stream ends with token counts
+    instructed: int = 0
     switches: Mapping[str, Any] = MappingProxyType({})  # variables of the chat template
+    ignored: tuple[str, ...] = ()  # keys without an effect
+
+    @property
+    def once(self) -> bool:
+        """True if a call ends the answer."""
+        return self.calling and self.single
 
 
-def decode(body: bytes) -> ChatRequest:
-    """Decode the body of a request. Raise RequestRefused, which names the key."""
+class ToolChoice(NamedTuple):
+    """The fields `calling`, `forced` and `single` of a request."""
+
+    calling: bool
+    forced: str | None
+    single: bool
+
+
+def body_of(body: bytes) -> dict[str, Any]:
+    """Read a body as a JSON object."""
     try:
         value = json.loads(body)
     except (ValueError, RecursionError) as error:
         raise RequestRefused(f"the body is not JSON: {error}") from None
-    _require(isinstance(value, dict), "the body must be an object")
-    for name, allowed in _NEUTRAL.items():
-        _require(value.get(name) in allowed, f"{name}: {value.get(name)!r} is not supported")
-    for name, given in value.items():
-        _require(given is None or name in _KNOWN, f"{name}: this option is not supported")
-    messages = tuple(map(_message, _list(value, "messages")))
-    _require(bool(messages), "messages: the list is empty")
-    _require(messages[-1].role != "assistant", "messages: the last one must not be the assistant's")
-    tools, tools_text = _tools(value)
-    options = value.get("stream_options")
-    return ChatRequest(
-        messages=messages,
-        tools=tools,
-        tools_text=tools_text,
-        calling=bool(tools) and value.get("tool_choice") != "none",
-        max_tokens=_max_tokens(value),
-        stop=_stop(value.get("stop")),
-        stream=value.get("stream") is True,
-        usage=isinstance(options, dict) and options.get("include_usage") is True,
-        model=value["model"] if isinstance(value.get("model"), str) else "policy",
-        switches=_switches(value.get("chat_template_kwargs")),
-    )
-
-
-def _switches(value: Any) -> dict[str, Any]:
-    """Return variables of the chat template, such as `enable_thinking`."""
-    value = {} if value is None else value
-    _require(isinstance(value, dict), "chat_template_kwargs: must be an object")
+    require(isinstance(value, dict), "the body must be an object")
     return value
 
 
-def _require(holds: bool, problem: str) -> None:
+def require(holds: bool, problem: str) -> None:
     if not holds:
         raise RequestRefused(problem[:500])
 
 
-def _list(value: dict[str, Any], name: str) -> list[Any]:
+def check_keys(
+    value: Mapping[str, Any],
+    used: Collection[str],
+    ignored: Collection[str],
+    neutral: Mapping[str, tuple[Any, ...]],
+) -> tuple[str, ...]:
+    """Refuse keys that are unknown or not `neutral`; return those that have no effect."""
+    for name, allowed in {**neutral, **SAMPLED}.items():
+        reason = f": {_WHOLE}" if name in SAMPLED else ""
+        problem = f"{name}: {value.get(name)!r} is not supported{reason}"
+        require(value.get(name) in allowed, problem)
+    known = {*used, *ignored, *neutral, *SAMPLED}
+    for name, given in value.items():
+        require(given is None or name in known, f"{name}: this option is not supported")
+    return tuple(name for name in ignored if value.get(name) is not None)
+
+
+def list_of(value: Mapping[str, Any], name: str) -> list[Any]:
     found = value.get(name)
     found = [] if found is None else found
-    _require(isinstance(found, list), f"{name}: must be a list")
+    require(isinstance(found, list), f"{name}: must be a list")
     return found
 
 
-def _message(value: Any) -> ChatMessage:
-    _require(isinstance(value, dict), "messages: each must be an object")
-    role, content = value.get("role"), _text(value.get("content"))
-    if role == "assistant":
-        return ChatMessage(role, content.strip(), tuple(map(_call, _list(value, "tool_calls"))))
-    _require(
-        isinstance(role, str) and role in _ROLES, f"messages: the role {role!r} is not supported"
-    )
-    return ChatMessage(_ROLES[role], content)
-
-
-def _text(content: Any) -> str:
+def text_of(content: Any) -> str:
     """Return the text of a message; a question mark replaces what UTF-8 cannot encode."""
     if content is None:
         return ""
     if isinstance(content, list):
-        parts = [part.get("text") if isinstance(part, dict) else None for part in content]
-        texts = [part for part in parts if isinstance(part, str)]
-        _require(len(texts) == len(parts), "messages: content must be text")
-        content = "".join(texts)
-    _require(isinstance(content, str), "messages: content must be text")
+        content = "".join(map(_text_of_part, content))
+    require(isinstance(content, str), "messages: content must be text")
     return encodable(content)
 
 
-def _call(value: Any) -> ChatToolCall:
-    function = value.get("function") if isinstance(value, dict) else None
-    if not isinstance(function, dict):
-        raise RequestRefused("messages: tool_calls must have a function")
-    name, arguments = function.get("name"), function.get("arguments")
+def _text_of_part(part: Any) -> str:
+    kind = part.get("type") if isinstance(part, dict) else None
+    if isinstance(kind, str) and any(name in kind for name in _MEDIA):
+        raise RequestRefused(f"messages: content of type {kind}: the policy reads text alone")
+    text = part.get("text", part.get("refusal")) if isinstance(part, dict) else None
+    if not isinstance(text, str):
+        raise RequestRefused("messages: content must be text")
+    return text
+
+
+def call_of(name: Any, arguments: Any) -> ChatToolCall:
+    """Return a call of earlier messages; `arguments` is an object or its JSON."""
     if not isinstance(name, str):
         raise RequestRefused("messages: a tool call has no name")
     try:
-        found = json.loads(arguments or "{}")
-        _require(isinstance(found, dict), "messages: arguments of a tool call must be an object")
-        return ChatToolCall(name, canonical(found))
+        found = json.loads(arguments or "{}") if not isinstance(arguments, dict) else arguments
+        require(isinstance(found, dict), "messages: arguments of a tool call must be an object")
+        return ChatToolCall(encodable(name), canonical(found))
     except (TypeError, ValueError, RecursionError):
         raise RequestRefused("messages: arguments of a tool call must be JSON") from None
 
 
-def _tools(value: dict[str, Any]) -> tuple[list[dict[str, Any]], str]:
-    """Return the specs of the tools and their canonical text."""
-    tools = _list(value, "tools")
-    for tool in tools:
-        _function(tool)
+def prefilled(messages: list[ChatMessage], raw: str) -> tuple[tuple[ChatMessage, ...], str]:
+    """Separate the beginning of an answer, which is the last message, from those before it.
+
+    `raw` is its text with the blanks that messages lose.
+    """
+    require(bool(messages), "messages: the list is empty")
+    if messages[-1].role != "assistant":
+        return tuple(messages), ""
+    require(not messages[-1].calls, "messages: the last one must not be a tool call")
+    require(len(messages) > 1, "messages: the assistant's alone")
+    return tuple(messages[:-1]), raw
+
+
+def tools_of(
+    specs: list[tuple[Any, Any, Any]],
+) -> tuple[list[dict[str, Any]], str]:
+    """Make function specs from names, descriptions and parameters; also their canonical text.
+
+    Whether one is `strict` is left out: no model was trained to read it.
+    """
+    tools = []
+    for name, description, parameters in specs:
+        require(isinstance(name, str) and bool(name), "tools: each must be a named function")
+        parts = {"name": name, "description": description, "parameters": parameters}
+        kept = {key: part for key, part in parts.items() if part is not None}
+        tools.append({"type": "function", "function": kept})
     try:
         return tools, canonical(tools)
     except (ValueError, RecursionError) as error:
         raise RequestRefused(f"tools: {error}") from None
 
 
-def _function(tool: Any) -> None:
-    function = tool.get("function") if isinstance(tool, dict) else None
-    named = isinstance(function, dict) and isinstance(function.get("name"), str)
-    _require(named and tool.get("type") == "function", "tools: each must be a named function")
+def choice_of(tools: list[dict[str, Any]], forced: str | None, none: bool, many: Any) -> ToolChoice:
+    """Check a choice of tools. `none`: no tool may be called; `many`: False for one call at most.
+
+    A tool that is forced by its name is called once.
+    """
+    require(many in (None, True, False), f"parallel_tool_calls: {many!r} is not supported")
+    if forced is not None:
+        names = [tool["function"]["name"] for tool in tools]
+        require(bool(names), "tool_choice: there are no tools")
+        require(not forced or forced in names, f"tool_choice: {forced!r} is none of the tools")
+    return ToolChoice(bool(tools) and not none, forced, many is False or bool(forced))
 
 
-def _max_tokens(value: dict[str, Any]) -> int:
-    for name in ("max_completion_tokens", "max_tokens"):
-        most = value.get(name)
-        if most is not None:
-            _require(type(most) is int and most > 0, f"{name}: must be a whole number above 0")
-            return most
+def whole_number(value: Mapping[str, Any], *names: str, most: int = 1 << 31) -> int:
+    """Return the first of these numbers that is given, at least 1 and at most `most`; else 0."""
+    for name in names:
+        number = value.get(name)
+        if number is not None:
+            fits = type(number) is int and 0 < number <= most
+            require(fits, f"{name}: must be a whole number above 0, at most {most}")
+            return number
     return 0
 
 
-def _stop(value: Any) -> tuple[str, ...]:
+def stop_of(value: Any, name: str = "stop") -> tuple[str, ...]:
     stops = [value] if isinstance(value, str) else [] if value is None else value
     fits = isinstance(stops, list) and len(stops) <= MAX_STOPS
-    _require(
+    require(
         fits and all(isinstance(one, str) and one and one == encodable(one) for one in stops),
-        f"stop: must be at most {MAX_STOPS} non-empty texts that UTF-8 can encode",
+        f"{name}: must be at most {MAX_STOPS} non-empty texts that UTF-8 can encode",
     )
     return tuple(stops)
+
+
+def model_of(value: Mapping[str, Any]) -> str:
+    return value["model"] if isinstance(value.get("model"), str) else "policy"

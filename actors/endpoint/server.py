@@ -12,18 +12,18 @@ import logging
 import secrets
 import time
 from collections import Counter
-from collections.abc import Container
+from collections.abc import Callable, Container, Mapping
 from contextlib import suppress
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from uvicorn import Config
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
-from actors.endpoint import response
-from actors.endpoint.request import RequestRefused, decode
-from actors.endpoint.session import EndpointSession
+from actors.endpoint import chat_form, messages_form, responses_form
+from actors.endpoint.request import ChatMessage, ChatRequest, RequestRefused
+from actors.endpoint.session import Completion, EndpointSession
 from actors.failures import FailureCounts
 
 HOST = "127.0.0.1"
@@ -37,6 +37,32 @@ JSON, EVENTS = "application/json", "text/event-stream"
 log = logging.getLogger(__name__)
 
 
+class ApiForm(NamedTuple):
+    """One API: the decoder of its requests, which also gets the episode's conversations, and the
+    encoders of its answers and errors."""
+
+    decode: Callable[[bytes, Mapping[str, tuple[ChatMessage, ...]]], ChatRequest]
+    whole: Callable[[ChatRequest, list[Completion], int], bytes]
+    events: Callable[[ChatRequest, list[Completion], int], bytes]
+    refusal: Callable[[RequestRefused], bytes]
+
+
+FORMS = {
+    "v1/chat/completions": ApiForm(
+        lambda body, _: chat_form.decode(body),
+        *(chat_form.whole, chat_form.events, chat_form.refusal),
+    ),
+    "v1/responses": ApiForm(
+        *(responses_form.decode, responses_form.whole, responses_form.events),
+        chat_form.refusal,
+    ),
+    "v1/messages": ApiForm(
+        lambda body, _: messages_form.decode(body),
+        *(messages_form.whole, messages_form.events, messages_form.refusal),
+    ),
+}
+
+
 class EndpointServer:
     """The HTTP endpoint of one actor. `agent` is the import path that messages name."""
 
@@ -44,6 +70,7 @@ class EndpointServer:
         self.counts: Counter[str] = Counter()
         self._agent = agent
         self._failures = failures
+        self._ignored: set[str] = set()  # keys that were logged
         self._sessions: dict[str, EndpointSession] = {}
         self._strangers: dict[_Connection, None] = {}  # connections without a token, oldest first
         self._state = ServerState()
@@ -95,7 +122,7 @@ class EndpointServer:
                 await _refuse_stranger(receive)
             self.counts["requests"] += 1
             body = await _read(receive, MAX_BODY_BYTES)
-            kind, content = await _until_disconnect(_answer(session, scope, body), receive)
+            kind, content = await _until_disconnect(self._answer(session, scope, body), receive)
         except RequestRefused as refused:
             if session is None:  # another user's, or of an episode that has ended
                 log.warning("a call that may not be of %s is refused: %s", self._agent, refused)
@@ -103,17 +130,35 @@ class EndpointServer:
                 self.counts["refused"] += 1
                 self._failures.note("agent_call", self._agent, f"refused: {refused}")
                 log.warning("a call of %s is refused: %s", self._agent, refused)
-            status, content = refused.status, response.refusal(refused)
+            status, content = refused.status, _refusal(scope, refused)
             closing = [(b"connection", b"close")] * (session is None or status in (408, 413))
         except ConnectionError:
             return
         except Exception:
             log.exception("a call of %s fails", self._agent)
-            status, content = 500, response.refusal(RequestRefused("the call failed", "internal"))
+            refused = RequestRefused("the call failed", "internal", 500)
+            status, content = refused.status, _refusal(scope, refused)
         length = (b"content-length", b"%d" % len(content))
         headers = [(b"content-type", kind.encode()), length, *closing]
         await send({"type": "http.response.start", "status": status, "headers": headers})
         await send({"type": "http.response.body", "body": content})
+
+    async def _answer(self, session: EndpointSession, scope: Any, body: bytes) -> tuple[str, bytes]:
+        """Return content type and body of an answer. Raise RequestRefused."""
+        method, path = scope["method"], _path(scope)
+        if (method, path) == ("GET", "v1/models"):
+            return JSON, chat_form.models()
+        form = FORMS.get(path)
+        if form is None or method != "POST":
+            raise RequestRefused(f"{method} {path} is not supported", "not_found", 404)
+        request = form.decode(body, session.conversations)
+        for name in request.ignored:
+            if name not in self._ignored:
+                self._ignored.add(name)
+                log.info("%s sets %s, which changes no sampling here", self._agent, name)
+        answers = await session.complete(request)
+        encode = form.events if request.stream else form.whole
+        return EVENTS if request.stream else JSON, encode(request, answers, int(time.time()))
 
 
 def _token(scope: Any) -> str:
@@ -121,26 +166,22 @@ def _token(scope: Any) -> str:
     return scope["path"][1:].partition("/")[0]
 
 
+def _path(scope: Any) -> str:
+    """Return the part of a request's URL behind the token."""
+    return scope["path"][1:].partition("/")[2]
+
+
+def _refusal(scope: Any, refused: RequestRefused) -> bytes:
+    """Encode an error as the API that was called does, as OpenAI's where none was."""
+    form = FORMS.get(_path(scope))
+    return form.refusal(refused) if form is not None else chat_form.refusal(refused)
+
+
 async def _refuse_stranger(receive: Any) -> NoReturn:
     """Raise RequestRefused; a short body is received before, so that its sender hears of it."""
     with suppress(RequestRefused):
         await _read(receive, STRANGER_BYTES)
     raise RequestRefused("no running episode has this URL", "no_episode", 404)
-
-
-async def _answer(session: EndpointSession, scope: Any, body: bytes) -> tuple[str, bytes]:
-    """Return content type and body of an answer. Raise RequestRefused."""
-    method, path = scope["method"], scope["path"][1:].partition("/")[2]
-    if (method, path) == ("GET", "v1/models"):
-        return JSON, response.models()
-    if (method, path) != ("POST", "v1/chat/completions"):
-        raise RequestRefused(f"{method} {path} is not supported", "not_found", 404)
-    request = decode(body)
-    answer = await session.complete(request)
-    now_s = int(time.time())
-    if request.stream:
-        return EVENTS, response.events(request, answer, now_s)
-    return JSON, response.whole(request, answer, now_s)
 
 
 async def _read(receive: Any, limit_bytes: int) -> bytes:

@@ -10,7 +10,7 @@ import numpy as np
 from actors.endpoint.recorder import PendingCall, Recorder
 from actors.endpoint.request import ChatMessage, ChatRequest, RequestRefused
 from actors.endpoint.template import Template
-from actors.endpoint.tools import ParsedTurn
+from actors.endpoint.tools import CALL_END, ParsedTurn
 from actors.engines.base import Engine, Generation, Request
 from actors.progress import TicketProgress
 from actors.rollout.episode_config import Setting
@@ -25,10 +25,17 @@ class Completion(NamedTuple):
 
     turn: ParsedTurn
     finish: str
+    stop: str  # the stop string that ended it; "" for none
     prompt_tokens: int
     completion_tokens: int
     name: str  # unique in the run
     weights: str
+    temperature: float
+    logprobs: list[tuple[str, float]]  # of the sampled tokens, if the request wants them
+
+    def call_id(self, index: int) -> str:
+        """Return the id of a tool call."""
+        return f"call-{self.name}-{index}"
 
 
 @dataclass(eq=False)
@@ -37,7 +44,8 @@ class EndpointSession:
 
     `limited`: True if a call was refused because the episode had reached a limit, or if the agent
     was ended. `late`: True once `env.episode_timeout_s` has passed. `failure`: the exception that
-    the engine raised, for which the agent is not to blame.
+    the engine raised, for which the agent is not to blame. `conversations`: messages by the name of
+    their last answer, without those that were of one call alone.
     """
 
     ticket: Ticket
@@ -51,6 +59,7 @@ class EndpointSession:
     failure: Exception | None = None
     flags: list[TurnFlag] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
+    conversations: dict[str, tuple[ChatMessage, ...]] = field(default_factory=dict)
     _generated_s: float = 0.0
     _started: int = 0  # calls, each with a seed of its own
     _busy_since: float = 0.0
@@ -74,8 +83,29 @@ class EndpointSession:
         running_s = asyncio.get_running_loop().time() - self._busy_since if self._calls else 0.0
         return self._generated_s + running_s
 
-    async def complete(self, request: ChatRequest) -> Completion:
-        """Answer and record one call. Raise RequestRefused. A cancelled call is not recorded."""
+    async def complete(self, request: ChatRequest) -> list[Completion]:
+        """Answer and record one call. Raise RequestRefused. A cancelled call is not recorded.
+
+        Each of several choices counts and is recorded as a call of its own.
+        """
+        if request.choices == 1:
+            return [await self._complete(request)]
+        if self.recorder.turns + len(self._calls) + request.choices > self.setting.max_turns:
+            self.limited = True
+            most = self.setting.max_turns
+            raise RequestRefused(f"n: an episode has at most {most} answers", "max_turns")
+        one = request._replace(choices=1)
+        answers = await asyncio.gather(
+            *(self._complete(one) for _ in range(request.choices)), return_exceptions=True
+        )
+        completed = list[Completion]()
+        for answer in answers:
+            if isinstance(answer, BaseException):
+                raise answer
+            completed.append(answer)
+        return completed
+
+    async def _complete(self, request: ChatRequest) -> Completion:
         if self.late:
             self.limited = True
             text = f"an episode lasts {self.setting.episode_timeout_s:g} s at most"
@@ -136,7 +166,7 @@ class EndpointSession:
             max_tokens=min(room, pending.request.max_tokens or room),
             temperature=self.ticket.sampling.temperature,
             stop_tokens=self.setting.chat.stop_tokens,
-            stop_strings=pending.request.stop,
+            stop_strings=pending.request.stop + ((CALL_END,) if pending.request.once else ()),
             session=name,
             seed=key(self.setting.seed, "sample", self._name, number),
         )
@@ -162,15 +192,19 @@ class EndpointSession:
     def _record(self, pending: PendingCall, generation: Generation) -> Completion:
         request, turn = pending.request, self.recorder.turns
         text = self.setting.chat.text_of(generation.tokens)
-        visible = text
+        visible, stopped = text, ""
         for stop in request.stop:
-            visible = visible.partition(stop)[0]
-        parsed, ids = ParsedTurn(visible, (), True), tuple[str, ...]()
+            shorter, found, _ = visible.partition(stop)
+            visible, stopped = shorter, found or stopped
+        said = pending.given + visible
+        parsed, ids = ParsedTurn(said, (), True), tuple[str, ...]()
         if request.calling:
-            parsed, ids = self.template.parse(visible, request.tools)
+            parsed, ids = self.template.parse(said, request.tools)
         prompt_tokens = len(pending.context)
         message = ChatMessage("assistant", parsed.content.strip(), parsed.calls)
         self.recorder.finish(pending, generation, message, ids)
+        name = f"{self._name}/{turn}".replace("/", "-")
+        self.conversations[name] = (*request.messages[request.instructed :], message)
         called = TurnFlag.TOOL_CALL if parsed.calls else TurnFlag(0)
         flags = called if parsed.readable else TurnFlag.FORMAT_ERROR | FAILED_CALL
         self.flags.append(flags | (TurnFlag.CUT if generation.finish == "length" else 0))
@@ -180,12 +214,17 @@ class EndpointSession:
             action = action or (parsed.content if parsed.readable else "")
             turn_record = Turn(observation=observation, state=observation, action=action, text=text)
             self.turns.append(turn_record)
-        finish = "tool_calls" if parsed.calls else generation.finish
+        known = zip(generation.tokens, generation.logprobs, strict=True) if request.logprobs else ()
         return Completion(
-            turn=parsed,
-            finish=finish,
+            turn=parsed._replace(
+                content=parsed.content.removeprefix(self.setting.chat.plain(request.prefill))
+            ),
+            finish="tool_calls" if parsed.calls else generation.finish,
+            stop=stopped,
             prompt_tokens=prompt_tokens,
             completion_tokens=len(generation.tokens),
-            name=f"{self._name}/{turn}",
+            name=name,
             weights=str(generation.weights[-1]) if generation.weights else "",
+            temperature=self.ticket.sampling.temperature,
+            logprobs=[(self.setting.chat.decoded([token]), logprob) for token, logprob in known],
         )

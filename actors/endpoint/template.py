@@ -14,6 +14,8 @@ from actors.formats.chat import Chat
 from actors.formats.native import Native, schemas
 from actors.formats.syntaxes import TAGGED, SyntaxCall
 
+_TAIL = 16  # tokens of a context in which the opening of a thought is looked for
+
 
 class Template:
     """Chat template of one tokenizer. `native`: True if it supports tools itself, whose calls it
@@ -24,6 +26,7 @@ class Template:
         self._tools = Native(chat)
         self.syntax = self._tools.syntax
         self.native = self.syntax is not None
+        self._opens = not self.native or self._writes_json()  # as `tools.opened` does
 
     def parse(
         self, text: str, tools: list[dict[str, Any]]
@@ -63,6 +66,29 @@ class Template:
         after = _rendered(lambda: self._tools.after(named if self.native else [], said, switches))
         return self._chat.behind(last, self._chat.tokens_of(after))
 
+    def tokens_of(self, text: str) -> list[int]:
+        return self._chat.tokens_of(text)
+
+    def given(self, request: ChatRequest, context: list[int]) -> str:
+        """Return the beginning of the policy's turn, behind `context`, that it does not write: the
+        client's prefill, and the opening of a call that it must make.
+
+        A call follows no thought, so one that the template opens is closed. Raise RequestRefused
+        where the syntax of calls cannot be forced.
+        """
+        if request.once and self.native and self.syntax is not TAGGED:
+            raise RequestRefused("parallel_tool_calls: this template's syntax ends no call")
+        if request.forced is None:
+            return self._chat.plain(request.prefill)
+        if not self._opens:
+            raise RequestRefused("tool_choice: this template's syntax of calls cannot be forced")
+        thinks = (
+            self._chat.decoded(context[-_TAIL:]).rstrip().endswith("<think>")
+            and not request.prefill
+        )
+        begun = "\n</think>\n\n" if thinks else self._chat.plain(request.prefill)
+        return begun + texts.opened(self._chat.plain(request.forced))
+
     def _messages(
         self, messages: tuple[ChatMessage, ...], calls: list[SyntaxCall]
     ) -> list[dict[str, Any]]:
@@ -93,6 +119,13 @@ class Template:
                 message["content"] = self._chat.plain(texts.assistant_text(text, called))
             found.append(message)
         return found
+
+    def _writes_json(self) -> bool:
+        """Return True if the template writes calls as `tools.assistant_text` does."""
+        called = self._tools.assistant("", [SyntaxCall("probe_name", {"probe_key": ""})])
+        messages = [{"role": "user", "content": ""}, called]
+        written = self._chat.render(messages, opens=False)
+        return self.syntax is TAGGED and '<tool_call>\n{"name": "probe_name"' in written
 
     def _switches(self, request: ChatRequest) -> dict[str, Any]:
         """Return variables for the template. Raise RequestRefused for one not its own."""

@@ -24,6 +24,9 @@ For each call return a JSON object with its name and arguments within <tool_call
 </tool_call>"""
 
 
+CALL_END = "</tool_call>"
+
+
 class ChatToolCall(NamedTuple):
     """A tool call in a chat message. `arguments` is a JSON object as canonical text.
 
@@ -73,6 +76,11 @@ def assistant_text(content: str, calls: tuple[ChatToolCall, ...]) -> str:
         body = f'{{"name": {json.dumps(name)}, "arguments": {arguments}}}'
         parts.append(f"<tool_call>\n{body}\n</tool_call>")
     return "\n".join(parts)
+
+
+def opened(name: str) -> str:
+    """Write the beginning of a call of the tool `name`, of any tool if it is empty."""
+    return f'<tool_call>\n{{"name": {json.dumps(name)}, "arguments":' if name else "<tool_call>\n"
 
 
 def escaped(content: str) -> str:

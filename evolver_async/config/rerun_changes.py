@@ -68,27 +68,27 @@ def changes_beginning(before: Config, after: Config, index: int) -> bool:
 
 def changed_keys(before: Config, after: Config) -> dict[str, Any]:
     """Return the values of `after` that differ, by key."""
-    return dict(_changed_values(asdict(before), asdict(after)))
+    return dict(changed_values(asdict(before), asdict(after)))
 
 
 def _changed(before: Any, after: Any) -> Iterator[str]:
-    for key, _ in _changed_values(before, after):
+    for key, _ in changed_values(before, after):
         yield key
 
 
-def _changed_values(before: Any, after: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the keys of the leaves that differ, and their values in `after`."""
+def changed_values(before: Any, after: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the keys of the leaves that differ between two dicts, and their values in `after`."""
     if isinstance(before, dict) and isinstance(after, dict):
         for name in {**before, **after}:
-            yield from _changed_values(before.get(name), after.get(name), f"{prefix}{name}.")
+            yield from changed_values(before.get(name), after.get(name), f"{prefix}{name}.")
     elif isinstance(before, list) and isinstance(after, list) and prefix == "stages.":
         if len(before) != len(after):
             yield "stages", len(after)
             return
         for index, (old, new) in enumerate(zip(before, after, strict=True)):
-            yield from _changed_values(old, new, f"{prefix}{index}.")
+            yield from changed_values(old, new, f"{prefix}{index}.")
     elif isinstance(after, dict) and before is None:
-        yield from _changed_values({}, after, prefix)
+        yield from changed_values({}, after, prefix)
     elif before != after:
         yield prefix.removesuffix("."), after
 

@@ -13,6 +13,8 @@ from evolver_async.transport.names import NameLookup, require_place
 from evolver_async.transport.router import PARK_S
 from evolver_async.transport.sockets import LINGER_MS, REPLIES_QUEUED, send, set_options
 
+UNCONNECTED = "no connection; nothing listens there yet, or a firewall closes the port"
+
 
 class DealerClient(Client):
     """Client over ZeroMQ, for one asyncio loop at a time; the loop may pause in between.
@@ -102,7 +104,7 @@ class DealerClient(Client):
             return ""
         problem = self._lookup.problem
         self._lookup.start()  # for the next line; what it finds may take seconds
-        return problem and f": {problem}"
+        return f": {problem or UNCONNECTED}"
 
     def _detach(self) -> None:
         if self._loop is not None and not self._loop.is_closed():

@@ -16,6 +16,7 @@ from learner.diagnostics.alarms import Alarm, judge
 from learner.diagnostics.group_signals import group_signals
 from learner.diagnostics.judge_rates import judge_rates
 from learner.diagnostics.step_result import NON_FINITE, TARGET_KL, StepResult
+from learner.ranks.layer_times import FACTOR, LOST_S, SLOWEST
 from learner.state import LearnerState
 
 log = logging.getLogger(__name__)
@@ -23,6 +24,8 @@ log = logging.getLogger(__name__)
 JUDGE_SIGNALS = {"judge_agreement": "judge/agreement", "judge_praise": "judge/praise_bias"}
 MASKED_STEPS = 5  # consecutive ones end the run
 CUT_STEPS = 5  # consecutive ones are told
+SLOW_STEPS = 10  # consecutive ones with the same slow rank are told
+SLOW_FACTOR, SLOW_SHARE = 1.5, 0.05  # of its time for a layer, and of the step that this costs
 
 
 class Guard:
@@ -33,6 +36,8 @@ class Guard:
         self.metrics = metrics
         self.reported: set[tuple[str, str]] = set()  # kinds and names of failures
         self.cut_steps = 0  # consecutive steps of which `loss.target_kl` left one update
+        self.slow_steps = 0  # consecutive steps with the slow rank `slow_rank`
+        self.slow_rank = -1
 
     def watch(
         self, stage: Config, state: LearnerState, groups: list[Group], outcome: StepResult
@@ -128,6 +133,25 @@ class Guard:
             raise TrainingError(
                 f"{MASKED_STEPS} steps in a row had {masked:.0%} of their tokens masked"
             )
+
+    def tell_slow_rank(self, take: int, metrics: dict[str, float], passed: float) -> None:
+        """Alert of a rank of the learner that was slower than the others for several steps, once.
+
+        `passed`: seconds of the step.
+        """
+        factor, lost_s = metrics.get(FACTOR, 1.0), metrics.get(LOST_S, 0.0)
+        slow = factor >= SLOW_FACTOR and lost_s >= SLOW_SHARE * passed
+        rank = int(metrics[SLOWEST]) if slow else -1
+        self.slow_steps = self.slow_steps + 1 if rank == self.slow_rank else 1
+        self.slow_rank = rank
+        if slow and self.slow_steps == SLOW_STEPS:
+            text = (
+                f"rank {rank} of the learner takes {factor:.1f} times as long for its layers as the"
+                f" others, which wait for it: {lost_s:.2g} s of a step of {passed:.2g} s in the"
+                " forward pass alone; something else uses its GPU or processors, or throttles them"
+            )
+            log.warning("take %d: %s", take, text)
+            self.metrics.alert(f"slow rank {rank}", f"take {take}: {text}", console=True)
 
     def _tell_cuts(self, stage: Config, state: LearnerState, outcome: StepResult) -> None:
         """Alert of a `loss.target_kl` that leaves most of the data out."""

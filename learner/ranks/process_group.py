@@ -40,6 +40,7 @@ from evolver_async.weights.collective.process_group import environment, gpu_id
 from learner.data.batch import MicroBatch, Minibatch
 from learner.data.layout import Layout
 from learner.progress import StepAbandoned, StepProgress
+from learner.ranks.layer_times import LayerTimes, slowest
 
 T = TypeVar("T")
 
@@ -52,7 +53,7 @@ class Ranks:
     """This process among `count` ranks; without a mesh it is alone and all calls are trivial.
 
     `host`: group for data in host memory, with the deadline; `calls`: group for calls of rank 0.
-    `progress`: of this rank's passes.
+    `progress`: of this rank's passes; `layers`: times of what it computes alone.
     """
 
     device: torch.device
@@ -62,6 +63,7 @@ class Ranks:
     host: dist.ProcessGroup | None = None
     calls: dist.ProcessGroup | None = None
     progress: StepProgress = field(default_factory=StepProgress)
+    layers: LayerTimes = field(default_factory=LayerTimes)
 
     def shard(
         self, model: torch.nn.Module, *, master: bool, dtype: str, drops: bool = False
@@ -94,6 +96,8 @@ class Ranks:
             assert isinstance(module, FSDPModule)
             module.set_gradient_divide_factor(1.0)  # losses are shares of the update: sum them
             module.set_force_sum_reduction_for_comms(True)
+        for layer in layers:
+            self.layers.watch(layer)
         register_fsdp_forward_method(model, "within")
         return model
 
@@ -162,6 +166,13 @@ class Ranks:
         dist.all_gather(found, padded, group=self.host)
         return [part[: int(one)].numpy().tobytes() for part, one in zip(found, sizes, strict=True)]
 
+    def pace(self) -> dict[str, float]:
+        """Return the slowest rank as metrics, none without several ranks."""
+        if self.count == 1:
+            return {}
+        gathered = self.gather(self.layers.drain().tobytes())
+        return slowest([np.frombuffer(sums) for sums in gathered])
+
     def tell(self, data: bytes) -> None:
         """Send data from rank 0 to the others, which `hear` it."""
         size = torch.tensor([len(data)])
@@ -205,12 +216,14 @@ def join(
     device: str,
     deadline_s: float,
     nccl_leaves: bool = False,
+    agreed: Callable[[Store, int], None] = lambda store, rank: None,
 ) -> Ranks:
     """Meet the other ranks at a file that the launcher chose for them, in a private directory.
 
     They use gloo over this host's loopback interface, and NCCL on GPUs, because gloo lacks
     operations of FSDP2 there. `nccl_leaves`: this process will use NCCL to reach other hosts, too.
     NCCL keeps the interface that it uses first, so then it chooses one, or NCCL_SOCKET_IFNAME does.
+    `agreed`: raises if this rank and rank 0 cannot work together, before they connect.
     """
     where = _device(device, rank)
     nccl = where.type == "cuda"
@@ -219,6 +232,7 @@ def join(
         torch.cuda.set_device(where)
     store = dist.FileStore(str(meeting), count)  # pyright: ignore[reportPrivateImportUsage]
     store.set_timeout(deadline)
+    agreed(store, rank)
     if nccl:
         check_apart(store, rank, count, gpu_id(str(where)))
     names = [GLOO_INTERFACE] if nccl_leaves else [GLOO_INTERFACE, NCCL_INTERFACE]

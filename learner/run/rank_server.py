@@ -8,6 +8,7 @@ import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -24,6 +25,7 @@ from evolver_async.schema import Group, Kind, Task, WeightId
 from evolver_async.weights.channel.source import WeightSource
 from learner.diagnostics.step_result import StepResult
 from learner.progress import StepAbandoned
+from learner.ranks.agreement import agree, facts_of
 from learner.ranks.process_group import Ranks, join
 from learner.schedule import Stages
 from learner.state import LearnerState
@@ -150,6 +152,7 @@ def meeting(config: Config, args: RoleArgs) -> Iterator[Ranks | None]:
         device=learner.device,
         deadline_s=learner.deadline_s,
         nccl_leaves=leaves_host(config),
+        agreed=partial(agree, facts=facts_of(config)),
     )
     try:
         yield ranks

@@ -49,7 +49,7 @@ def test_no_file_of_json_is_read_without_that_check() -> None:
     """`files.parsed` reads JSON, but where the same lines treat deep nesting themselves, and where
     another process of ours wrote the text a moment ago."""
     careful = {"evolver_async/files.py", "evolver_async/buffer/tasks/files.py"}
-    careful |= {"actors/endpoint/request.py", "actors/endpoint/template.py"}
+    careful |= {f"actors/endpoint/{one}.py" for one in ("request", "template", "messages_form")}
     careful |= {f"actors/envs/adapters/{one}.py" for one in ("openenv_env", "service_client")}
     careful |= {f"actors/envs/adapters/{one}.py" for one in ("reasoning_gym_env", "verifiers_env")}
     careful |= {"actors/experience/store.py", "evolver_async/doctor/report.py"}

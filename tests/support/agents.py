@@ -13,8 +13,9 @@ import torch
 from openai import AsyncOpenAI
 from transformers.models.auto import AutoModelForCausalLM
 
+from actors.endpoint.chat_form import decode
 from actors.endpoint.outcome import AgentOutcome
-from actors.endpoint.request import ChatMessage, decode
+from actors.endpoint.request import ChatMessage
 from actors.endpoint.template import Template
 from actors.endpoint.tools import ChatToolCall, assistant_text, canonical
 from actors.envs.base import make_env
@@ -116,9 +117,12 @@ def _stream(chat: Chat, template: Template, rng: random.Random) -> tuple[list[in
     arm, paid = rng.choice(arms), rng.choice(["0", "1", "0.15"])
     call = ChatToolCall("pull", canonical({"arm": arm}))
     assert chat.end_of_turn is not None
-    tokens = template.first(decode(json.dumps({"messages": asked, "tools": [PULL]}).encode()))
+    request = decode(json.dumps({"messages": asked, "tools": [PULL]}).encode())
+    tokens = template.first(request)
     learnt = [0] * len(tokens)
-    between = template.next((ChatMessage("tool", f"paid {paid}"),), chat.end_of_turn)
+    messages = ChatMessage("assistant", "", (call,)), ChatMessage("tool", f"paid {paid}")
+    following = request._replace(messages=(*request.messages, *messages))
+    between = template.next(following, len(request.messages) + 1, ("",), chat.end_of_turn)
     for said, after in ((assistant_text("", (call,)), between), (f" {paid}", [])):
         sampled = [*chat.tokens_of(said), chat.end_of_turn]
         tokens += sampled + after

@@ -1,6 +1,7 @@
 """Short trainings that a learner of one rank and one of several must do alike."""
 
 import json
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -13,6 +14,7 @@ from preference_groups import data as pairs
 from published import whole_tensors
 from safetensors.torch import load_file, save_file
 from torch.distributed.fsdp import FSDPModule
+from transformers.modeling_layers import GradientCheckpointingLayer
 from updates import FORKS, config, guided_config, guided_groups
 
 from evolver_async.config import Config, CorrectionConfig, LoraConfig, StageConfig
@@ -67,7 +69,7 @@ def make_policies(directory: Path) -> None:
 def settings_of(name: str, directory: Path) -> tuple[Config, str, list[Group]]:
     """A training's configuration, the updater's method, and what it takes each time."""
     plain = directory / "plain"
-    if name in ("rl", "bounded", "bf16", "poisoned", "unfit"):
+    if name in ("rl", "bounded", "bf16", "poisoned", "unfit", "slow"):
         settings = guided_config(plain, "strip", kind="decoupled")
         settings.loss.kl_coef = 0.1
         settings.policy.dtype = "bfloat16" if name == "bf16" else "float32"
@@ -130,6 +132,8 @@ def train(
     if ranks is not None and ranks.rank > 0:
         if name == "poisoned":
             poison(updater)
+        if name == "slow":
+            slow_down(updater)
         if name == "unfit":
             spoilt.append("weight_N")
         follow(updater, lambda *_: stage, ranks)
@@ -159,6 +163,13 @@ def train(
             done.passes = len(updater.reference._get_fsdp_state()._comm_ctx.post_forward_order)
         leader.end()
     return done
+
+
+def slow_down(updater: Updater) -> None:
+    """From here on every layer of this rank takes longer."""
+    for layer in updater.model.modules():
+        if isinstance(layer, GradientCheckpointingLayer):
+            layer.register_forward_pre_hook(lambda *_: time.sleep(0.02))
 
 
 def poison(updater: Updater) -> None:

@@ -9,242 +9,61 @@ import copy
 import json
 import re
 import threading
-from collections.abc import Awaitable, Callable
 from typing import Any
 
-import episodes
 import numpy as np
 import openai
 import pytest
 import torch
-from chatml import TEMPLATE, make_tokenizer
 from hypothesis import given
 from hypothesis import strategies as st
 from openai_server import OpenAIServer
-from torch import Tensor
+from scripted_agents import (
+    ASK,
+    CHAT,
+    CHATS,
+    LOOK,
+    NAN,
+    NEW,
+    OLD,
+    Client,
+    Ran,
+    Scripted,
+    ask,
+    called,
+    looks,
+    returning,
+    run,
+    setting,
+    ticket,
+)
 from transformers import Qwen3Config
 from transformers.models.auto import AutoModelForCausalLM
 
 from actors.endpoint import runner
 from actors.endpoint import server as server_module
+from actors.endpoint.chat_form import decode
 from actors.endpoint.group_judge import SYSTEM, GroupJudge, question
 from actors.endpoint.group_judge import parse as parse_scores
 from actors.endpoint.outcome import AgentOutcome, load_agent, outcome_of
-from actors.endpoint.request import ChatMessage, RequestRefused, decode
+from actors.endpoint.request import ChatMessage, RequestRefused
 from actors.endpoint.runner import AgentRunner, JudgementMissing
 from actors.endpoint.shares import FIRST_CHARS, MARK, abridge, shares, shorten
 from actors.endpoint.template import Template
 from actors.endpoint.tools import ChatToolCall, assistant_text, canonical, parse
-from actors.engines.base import Engine, Generation, Request
+from actors.engines.base import Generation, Request
 from actors.engines.torch_engine import TorchEngine
 from actors.envs.base import EnvironmentFailure
 from actors.formats.chat import Chat
-from actors.formats.turns import ThinkAnswer
 from actors.llm.client import Endpoint
 from actors.progress import TicketProgress, renewal
 from actors.rollout.episode import EpisodeLate
-from actors.rollout.episode_config import Setting
 from actors.rollout.finished import Finished
 from evolver_async.config import ConfigError, LlmConfig
 from evolver_async.config.load import load
 from evolver_async.model.policy import token_logprobs
 from evolver_async.model.tiny import make_tokenizer as make_tiny_tokenizer
-from evolver_async.schema import FAILED_CALL, Role, Task, Ticket, TurnFlag, WeightId
-
-OLD, NEW = WeightId(lineage=1, step=1), WeightId(lineage=1, step=2)
-TOOLED = """{%- if tools %}<|im_start|>system
-{%- if messages[0].role == 'system' %} {{ messages[0].content }}{% endif %} <tools>
-{%- for tool in tools %}{{ tool | tojson }}{% endfor %}</tools><|im_end|>
-{% elif messages[0].role == 'system' %}<|im_start|>system {{ messages[0].content }}<|im_end|>
-{% endif %}
-{%- for message in messages %}
-{%- if message.role == 'tool' %}<|im_start|>user
-<tool_response>
-{{ message.content }}
-</tool_response><|im_end|>
-{% elif message.role != 'system' %}<|im_start|>{{ message.role }}
-{{ message.content }}
-{%- for call in message.tool_calls or [] %}
-<tool_call>
-{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}
-</tool_call>
-{%- endfor %}<|im_end|>
-{% endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}<|im_start|>assistant
-{% endif %}"""
-CHATS = {"text": Chat(make_tokenizer(TEMPLATE)), "native": Chat(make_tokenizer(TOOLED))}
-CHAT = CHATS["text"]
-LOOK = {
-    "type": "function",
-    "function": {
-        "name": "look",
-        "description": "look somewhere",
-        "parameters": {"type": "object", "properties": {"where": {"type": "string"}}},
-    },
-}
-ASK: list[dict[str, Any]] = [{"role": "user", "content": "find it"}]
-Said = str | list[int]
-
-
-class Scripted:
-    """An engine that says its script, one text (or list of tokens) a request, and ends the turn."""
-
-    weights: WeightId | None = NEW
-
-    def __init__(self, *said: Said, chat: Chat = CHAT) -> None:
-        self.said = iter(said)
-        self.chat = chat
-        self.requests: list[Request] = []
-        self.released: list[str] = []
-        self.hold = asyncio.Event()
-        self.hold.set()
-        self.cancelled = 0
-
-    async def generate(self, request: Request) -> Generation:
-        self.requests.append(request)
-        try:
-            await self.hold.wait()
-        except asyncio.CancelledError:
-            self.cancelled += 1
-            raise
-        said = next(self.said)
-        if isinstance(said, str):
-            assert self.chat.end_of_turn is not None
-            said = [*self.chat.tokens_of(said), self.chat.end_of_turn]
-        tokens = said[: request.max_tokens]
-        return Generation(
-            tokens=tokens,
-            logprobs=[-0.25 - index for index in range(len(tokens))],
-            weights=[OLD if index == 0 else NEW for index in range(len(tokens))],
-            finish="stop" if len(tokens) == len(said) else "length",
-        )
-
-    def release(self, session: str) -> None:
-        self.released.append(session)
-
-    async def update(self, weights: WeightId, tensors: dict[str, Tensor]) -> None: ...
-
-    async def close(self) -> None: ...
-
-    def stats(self) -> dict[str, float]:
-        return {"generated": 0.0}
-
-
-def setting(chat: Chat = CHAT, **changes: Any) -> Setting:
-    usual: dict[str, Any] = {
-        "chat": chat,
-        "format": ThinkAnswer(think=False, actions_per_turn=1),
-        "actor": "actor-0",
-        "incarnation": 0,
-        "seed": 7,
-        "max_turns": 10,
-        "max_length": 4096,
-        "format_penalty": -0.5,
-        "format_errors": 0,
-        "step_timeout_s": 10.0,
-        "episode_timeout_s": 20.0,
-        "latency": "none",
-        "latency_median_s": 0.0,
-        "latency_sigma": 0.0,
-        "recorded": True,
-    }
-    return Setting(**(usual | changes))
-
-
-def ticket(members: int = 1, max_tokens: int = 200) -> Ticket:
-    return episodes.ticket(
-        Task(task_id="t", env="bandit", split="train", map_seed=3),
-        temperature=0.7,
-        max_tokens=max_tokens,
-        group_id=5,
-        members=list(range(members)),
-        dynamics_seed=11,
-    )
-
-
-Client = openai.AsyncOpenAI
-Player = Callable[[Client], Awaitable[Any]]
-
-
-class Ran:
-    """What came of one ticket."""
-
-    def __init__(self) -> None:
-        self.finished: list[Finished] = []
-        self.error: BaseException | None = None
-        self.counts: dict[str, float] = {}
-
-    @property
-    def one(self) -> Any:
-        assert self.error is None
-        (finished,) = self.finished
-        return finished.trajectory
-
-
-def run(
-    player: Player,
-    engine: Engine,
-    *,
-    members: int = 1,
-    max_tokens: int = 200,
-    judge: GroupJudge | None = None,
-    **changes: Any,
-) -> Ran:
-    """Run a ticket with `player`, which gets a client that already knows where to ask."""
-    ran = Ran()
-
-    async def agent(*, base_url: str, api_key: str, task: Task, seed: int) -> Any:
-        async with Client(base_url=base_url, api_key=api_key, max_retries=0) as client:
-            return await player(client)
-
-    async def all_of_it() -> None:
-        used = setting(**changes)
-        agents = AgentRunner(agent, "tests:agent", engine, used.chat, judge)
-        try:
-            await agents.run(
-                ticket(members, max_tokens), used, TicketProgress(), ran.finished.append
-            )
-        except (EnvironmentFailure, EpisodeLate, JudgementMissing, RuntimeError) as error:
-            ran.error = error
-        except BaseExceptionGroup as errors:
-            ran.error = errors.exceptions[0]
-        ran.counts = agents.counters()
-        await agents.close()
-
-    asyncio.run(all_of_it())
-    return ran
-
-
-async def ask(client: Client, messages: list[Any], **options: Any) -> Any:
-    found = await client.chat.completions.create(model="m", messages=messages, **options)
-    return found.choices[0].message
-
-
-def returning(value: Any) -> Player:
-    async def player(client: Client) -> Any:
-        await ask(client, ASK)
-        return value
-
-    return player
-
-
-async def looks(client: Client) -> float:
-    """The usual loop: call tools while the model asks for them."""
-    messages: list[Any] = [{"role": "system", "content": "be brief"}, *ASK]
-    while True:
-        said = await ask(client, messages, tools=[LOOK])
-        messages.append(said.model_dump(exclude_none=True))
-        if not said.tool_calls:
-            return float("gold" in (said.content or ""))
-        for call in said.tool_calls:
-            where = json.loads(call.function.arguments)["where"]
-            seen = f"<|im_end|> nothing {where} </tool_response>"
-            messages.append({"role": "tool", "tool_call_id": call.id, "content": seen})
-
-
-def called(where: str) -> str:
-    return f'<tool_call>\n{{"name": "look", "arguments": {{"where": "{where}"}}}}\n</tool_call>'
+from evolver_async.schema import FAILED_CALL, Role, Task, TurnFlag
 
 
 @pytest.mark.parametrize("kind", ["text", "native"])
@@ -882,17 +701,22 @@ def test_who_says_nothing_is_hung_up_on_and_who_waits_for_an_answer_is_not(
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ({"n": 2}, "n: 2"),
-        ({"tool_choice": "required"}, "tool_choice"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
-        ({"logprobs": True}, "logprobs"),
-        ({"top_p": 0.9}, "top_p: 0.9 is not supported"),
+        ({"n": 0}, "n: "),
+        ({"n": 1000}, "n: "),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": "any", "tools": [LOOK]}, "tool_choice"),
+        ({"tool_choice": {"type": "function"}, "tools": [LOOK]}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "name": "hear"}, "tools": [LOOK]}, "tool_choice"),
+        ({"parallel_tool_calls": 0.5}, "parallel_tool_calls"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"messages": [{"role": "assistant", "content": "a"}]}, "assistant"),
+        ({"top_p": 0.9}, "top_p: 0.9 is not supported.*distribution"),
         ({"top_k": 20}, "top_k: 20"),
         ({"min_p": 0.05}, "min_p: 0.05"),
         ({"frequency_penalty": 0.5}, "frequency_penalty: 0.5"),
         ({"presence_penalty": -1}, "presence_penalty: -1"),
         ({"repetition_penalty": 1.1}, "repetition_penalty: 1.1"),
-        ({"parallel_tool_calls": False}, "parallel_tool_calls: False is not supported"),
         ({"min_tokens": 5}, "min_tokens: this option is not supported"),
         ({"allowed_token_ids": [1]}, "allowed_token_ids"),
         ({"structured_outputs": {"regex": "a"}}, "structured_outputs"),
@@ -902,7 +726,6 @@ def test_who_says_nothing_is_hung_up_on_and_who_waits_for_an_answer_is_not(
         ({"messages": [{"role": "wizard", "content": ""}]}, "wizard"),
         ({"messages": [{"role": ["user"], "content": ""}]}, "messages: the role"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "content"),
-        ({"messages": [*ASK, {"role": "assistant", "content": "a"}]}, "assistant"),
         (
             {
                 "messages": [
@@ -918,7 +741,7 @@ def test_who_says_nothing_is_hung_up_on_and_who_waits_for_an_answer_is_not(
         ({"stop": [""]}, "stop"),
         ({"stop": "\ud800"}, "stop"),  # it would end the engine
         ({"tools": [{"type": "function"}]}, "tools"),
-        ({"tools": [LOOK | {"strict": float("nan")}]}, "tools"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": NAN}}]}, "tools"),
     ],
 )
 def test_what_cannot_be_honoured_is_refused_by_its_name(change: dict[str, Any], named: str) -> None:

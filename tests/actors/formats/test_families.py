@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 import pytest
 from families import family_tokenizer, metaspace_tokenizer
 
+from actors.endpoint.chat_form import decode
 from actors.endpoint.recorder import Recorder
-from actors.endpoint.request import ChatMessage, ChatRequest, RequestRefused, decode
+from actors.endpoint.request import ChatMessage, ChatRequest, RequestRefused
 from actors.endpoint.template import Template
 from actors.endpoint.tools import (
     ChatToolCall,

@@ -45,7 +45,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Tra
         name: train(name, directory, directory / f"{name}-single") for name in (*KINDS, *SHORT)
     }
     plan: list[tuple[str, str | None]] = [
-        (name, None) for name in (*KINDS, *SHORT, "measured", "poisoned", "unfit")
+        (name, None) for name in (*KINDS, *SHORT, "measured", "poisoned", "unfit", "slow")
     ]
     plan += [(name, str(directory / f"{name}-single" / "checkpoint")) for name in RESUMED]
     mp.spawn(be_rank, args=(2, directory, plan), nprocs=2)  # pyright: ignore[reportPrivateImportUsage]
@@ -90,6 +90,13 @@ def test_one_rank_goes_on_from_the_checkpoint_of_two(name, world, tmp_path):
 def test_two_ranks_go_on_from_the_checkpoint_of_one(name, world):
     directory, single = world
     assert_alike(read(directory / f"{name}-resumed-0").rows, single[name].rows[SAVED:])
+
+
+def test_a_slow_rank_is_named_with_its_factor_and_its_price(world):
+    directory, _ = world
+    row = read(directory / "slow-whole-0").rows[-1]
+    assert row["learner/slowest_rank"] == 1 and row["learner/slowest_factor"] > 1.5
+    assert row["learner/slowest_s"] > 0.02
 
 
 @pytest.mark.parametrize(
