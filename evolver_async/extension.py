@@ -27,15 +27,16 @@ def implementation(key: str, name: str, registry: Mapping[str, F]) -> F:
     """Return the function that the configuration's `key` names.
 
     Raises ValueError, which names the key, if a user's function cannot be imported or does not
-    take as many arguments as the built-in ones. An exception in it gets a note with the key, and a
-    call of `sys.exit` in it is one.
+    take as many arguments as the built-in ones, and those by keyword that have no default there. An
+    exception in it gets a note with the key, and a call of `sys.exit` in it is one.
     """
     if not is_own(name):
         return registry[name]
     found = imported(key, name)
     pattern = inspect.signature(next(iter(registry.values()))).parameters.values()
-    named = [one.name for one in pattern if one.kind == inspect.Parameter.KEYWORD_ONLY]
-    placed = [one.name for one in pattern if one.name not in named]
+    keys = [one for one in pattern if one.kind == inspect.Parameter.KEYWORD_ONLY]
+    named = [one.name for one in keys if one.default is inspect.Parameter.empty]
+    placed = [one.name for one in pattern if one not in keys]
     try:
         inspect.signature(found).bind(*placed, **dict.fromkeys(named))
     except (TypeError, ValueError) as error:  # the latter: it does not tell its parameters
