@@ -95,7 +95,7 @@ def check_quick(what: str, seen: float, happened: float) -> None:
 AGENTS = {
     "raises": r"agent broken:raises failed \S+( times)?, last: KeyError: 'no such arm'",
     "hangs": r"agent broken:hangs failed \S+( times)?, last: TimeoutError: env.episode_timeout_s",
-    "asks_for_three": r"agent call broken:asks_for_three failed .*refused: n: 3 is not supported",
+    "asks_for_less": r"agent call broken:asks_for_less failed .*refused: top_p",
     "calls_on": r"agent call broken:calls_on failed .*refused: an episode has at most 1 calls",
     "earns_nothing": r"agent broken:earns_nothing failed .*ValueError: it returned NoneType",
 }

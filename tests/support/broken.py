@@ -44,9 +44,9 @@ async def hangs(*, base_url: str, api_key: str, task: Task, seed: int) -> float:
     return 0.0
 
 
-async def asks_for_three(*, base_url: str, api_key: str, task: Task, seed: int) -> float:
-    happened("asks_for_three")
-    await _ask(base_url, api_key, n=3)
+async def asks_for_less(*, base_url: str, api_key: str, task: Task, seed: int) -> float:
+    happened("asks_for_less")
+    await _ask(base_url, api_key, top_p=0.5)
     return 0.0
 
 
