@@ -20,7 +20,7 @@ class Selfish(Corridor):
 
     def reset(self, task: Task, dynamics_seed: int) -> str:
         _inside.append(dynamics_seed)
-        time.sleep(0.02)
+        time.sleep(0.2)  # so that episodes begun together meet, on a busy machine too
         shared = len(_inside) > 1
         _inside.pop()
         if shared:
