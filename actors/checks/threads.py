@@ -2,7 +2,7 @@
 
 import threading
 
-from actors.envs.base import asynchronous, env_class, isolation_of, make_env, one_line, undeclared
+from actors.envs.base import env_class, isolation_of, make_env, one_line, undeclared
 from evolver_async.config import Config, ConfigError
 from evolver_async.extension import RAISED
 from evolver_async.schema import Task
@@ -18,7 +18,7 @@ def check_threads(config: Config, task: Task) -> None:
     and to the run.
     """
     found = env_class(task.env)
-    if config.env.isolation != "auto" or not undeclared(task.env, found) or asynchronous(found):
+    if config.env.isolation != "auto" or not undeclared(task.env, found):
         return
     if config.launch.kind == "serial" or isolation_of(task.env, found) != "thread":
         return
