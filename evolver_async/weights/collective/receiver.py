@@ -76,9 +76,9 @@ class BroadcastReceiver:
                 self._acknowledge(event, self._lacking)
 
     def leave(self) -> None:
-        """Abandon the group, and end the presence."""
-        self._leave_group()
+        """End the presence, then the group: the learner that sees the one end knows why."""
         self._presence.close()
+        self._leave_group()
 
     def _leave_group(self) -> None:
         """Abandon the group with its unfinished broadcasts."""

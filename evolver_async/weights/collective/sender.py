@@ -145,6 +145,8 @@ class BroadcastSender:
         asked = [*self._members, *self._dropped]
         self._drop_silent(self._connections.silent(self._members, since=0.0))
         lacking = self._roll_call(self._members)
+        self._drop_gone()
+        lacking = {one: others for one, others in lacking.items() if one in self._members}
         self._drop_silent([number for number in self._members if number not in lacking])
         for number in apart(lacking):
             others = {one for one in lacking if number in lacking[one]} | {*lacking[number]}
@@ -271,15 +273,21 @@ class BroadcastSender:
             del self._members[number]
 
     def _roll_call(self, asked: dict[int, Member]) -> dict[int, list[int]]:
-        """Return the receivers that answer in time, each with those that it cannot reach."""
+        """Return the receivers that answer in time, each with those that it cannot reach.
+
+        Nothing waits for one that ends meanwhile.
+        """
         self._rolls += 1
         addresses = {str(number): (one.host, one.port) for number, one in asked.items()}
         self._log.write({"kind": "roll", "number": self._rolls, "addresses": addresses})
         here: dict[int, list[int]] = {}
         until = time.monotonic() + ROLL_S
-        while len(here) < len(asked) and time.monotonic() < until and not self.closing():
+        while time.monotonic() < until and not self.closing():
+            awaited = asked.keys() - here.keys()
+            if not awaited - {*self._connections.gone(awaited)}:
+                break
             time.sleep(0.002)
-            for number in asked.keys() - here.keys():
+            for number in awaited:
                 answer = f"here/{self._rolls}/{number}"
                 if self.served.store.check([answer]):
                     here[number] = msgspec.json.decode(self.served.store.get(answer))

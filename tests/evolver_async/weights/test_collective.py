@@ -273,6 +273,26 @@ def test_an_actor_that_leaves_in_a_broadcast_is_not_waited_for(
     assert "is silent" not in caplog.text, "no roll call waits for it"
 
 
+def test_an_actor_that_leaves_in_a_roll_call_is_not_waited_for(
+    publish_at: Callable[..., CollectivePublisher],
+    receive: Callable[..., CollectiveReceiver],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    answers = receiving.BroadcastReceiver._answer
+
+    def answer(self: receiving.BroadcastReceiver, roll: dict[str, Any]) -> None:
+        self._presence.close() if self.name == "leaves" else answers(self, roll)
+
+    monkeypatch.setattr(receiving.BroadcastReceiver, "_answer", answer)
+    publisher = publish_at(deadline_s=LONG_S)
+    stays, _ = [joined(receive, publisher, name) for name in ("stays", "leaves")]
+    publisher.publish(version(1), filled(1, 100))
+    publisher.wait()
+    assert stays.head() == version(1)
+    assert "is silent" not in caplog.text
+
+
 def test_of_two_actors_that_cannot_reach_each_other_one_is_left_out_and_named(
     publish_at: Callable[..., CollectivePublisher],
     receive: Callable[..., CollectiveReceiver],
