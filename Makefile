@@ -123,7 +123,7 @@ $(FRAMEWORKS_INSTALLED): $(INSTALLED) constraints-frameworks.txt
 	$(FRAMEWORKS)/bin/python -m pip install --quiet --disable-pip-version-check \
 		--constraint constraints-frameworks.txt \
 		openai-agents 'pydantic-ai-slim[openai,anthropic]' langgraph langchain-openai \
-		langchain-anthropic 'smolagents[openai]' dspy fastmcp
+		langchain-anthropic 'smolagents[openai]' dspy fastmcp textworld
 	touch $@
 
 $(RESOLVER_INSTALLED):

@@ -38,6 +38,7 @@ REGISTRY = {
     "reasoning_gym": "actors.envs.adapters.reasoning_gym_env:ReasoningGym",
     "sokoban": "actors.envs.grid.sokoban:Sokoban",
     "textarena": "actors.envs.adapters.textarena_env:TextArena",
+    "textworld": "actors.envs.adapters.textworld_env:TextWorld",
     "verifiers": "actors.envs.adapters.verifiers_env:Verifiers",
     "webshop": "actors.envs.webshop.env:WebShop",
     "webshop_tools": "actors.envs.webshop.env:ToolShop",
