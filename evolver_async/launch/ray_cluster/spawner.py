@@ -161,6 +161,6 @@ class RaySpawner(Spawner):
 def forwarded(config: Config) -> dict[str, str]:
     """Return the variables of this process that its configuration refers to, and those of W&B."""
     names = {getattr(config, one).llm.key_env for one in LLM_SECTIONS} | mentioned(config)
-    names.add(config.experience.embedding.key_env)
+    names |= {config.experience.embedding.key_env, config.rollout.endpoint.key_env}
     names |= {name for name in os.environ if name.startswith(FORWARDED)}
     return {name: os.environ[name] for name in sorted(names) if name in os.environ}
