@@ -33,7 +33,8 @@ from evolver_async.config.sections.rollout import EndpointConfig
 
 MAX_BODY_BYTES = 16 << 20
 STRANGER_BYTES = 64 << 10  # of the body of a call without a key, which is answered all the same
-MAX_STRANGERS = 64  # connections without a key; the oldest one makes room for the next
+MAX_STRANGERS = 512  # connections without a key; the oldest one makes room for the next
+BACKLOG = 256  # connections accepted at once, before any of them has brought its key
 IDLE_S = 60.0  # time limit of a request's head and of its body; OpenAI's clients keep idle ones 5 s
 ID_BYTES, KEY_BYTES = 12, 24
 PORTS = 64  # that are tried, from a given one on
@@ -148,7 +149,9 @@ class EndpointServer:
         cause: OSError | None = None
         for port in ports:
             try:
-                server = await asyncio.get_running_loop().create_server(connection, bind, port)
+                server = await asyncio.get_running_loop().create_server(
+                    connection, bind, port, backlog=BACKLOG
+                )
             except OSError as error:
                 cause = error
             else:

@@ -222,6 +222,21 @@ def test_two_agents_at_once_play_different_members() -> None:
     play(agents, Scripted("left", "right"), members=2)
 
 
+def test_a_hundred_agents_can_connect_at_once() -> None:
+    async def agents(one: Elsewhere) -> None:
+        episode = await one.start()
+        place = "127.0.0.1", one.port
+        held = await asyncio.gather(*(asyncio.open_connection(*place) for _ in range(150)))
+        head = f"GET /{episode['episode']}/v1/models HTTP/1.1\r\nhost: x\r\n"
+        for _, writer in held:
+            writer.write(f"{head}x-api-key: {episode['api_key']}\r\n\r\n".encode())
+        for reader, writer in held:
+            assert (await reader.readline()).startswith(b"HTTP/1.1 200")
+            writer.close()
+
+    play(agents, Scripted())
+
+
 def test_an_agent_that_is_gone_is_ended_by_the_time_since_it_started() -> None:
     limits = {"episode_timeout_s": 0.3, "step_timeout_s": 0.1}
 
