@@ -35,7 +35,9 @@ MAX_BODY_BYTES = 16 << 20
 STRANGER_BYTES = 64 << 10  # of the body of a call without a key, which is answered all the same
 MAX_STRANGERS = 512  # connections without a key; the oldest one makes room for the next
 BACKLOG = 256  # connections accepted at once, before any of them has brought its key
-IDLE_S = 60.0  # time limit of a request's head and of its body; OpenAI's clients keep idle ones 5 s
+# Time limit of a request's head and of its body. A kept connection may be idle as long: to close it
+# before its client does would cost a call that is just being sent (OpenAI's clients keep them 5 s).
+IDLE_S = 60
 ID_BYTES, KEY_BYTES = 12, 24
 PORTS = 64  # that are tried, from a given one on
 EPISODES = "episodes"  # the part of a URL in which an episode's id stands otherwise
@@ -141,6 +143,7 @@ class EndpointServer:
             proxy_headers=False,
             access_log=False,
             log_config=None,
+            timeout_keep_alive=IDLE_S,
         )
         config.load()
         connection = partial(_Connection, self.admits, self._strangers, config, self._state, {})
