@@ -225,7 +225,8 @@ def test_two_agents_at_once_play_different_members() -> None:
 def test_a_connection_is_kept_for_longer_than_clients_keep_it() -> None:
     async def agent(one: Elsewhere) -> None:
         await one.call(await one.start())
-        (kept,) = one.runner._server._state.connections
+        connections: Any = one.runner._server._state.connections
+        (kept,) = connections
         assert kept.timeout_keep_alive > 30  # seconds; aiohttp's clients keep them 15
 
     play(agent, Scripted("gold"))
