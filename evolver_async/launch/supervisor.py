@@ -27,8 +27,17 @@ import psutil
 from evolver_async.buffer.monitor.stalls import ALERT_PAUSE_S, LIFE
 from evolver_async.checkpoint import directory as checkpoint
 from evolver_async.config import Config
-from evolver_async.errors import DISK_FAILED, DISK_FULL, EVALUATION_LOST, USER_ERROR
-from evolver_async.launch.child import FINAL, Child, FailedStart, Handle, Spawner, ending
+from evolver_async.errors import DISK_FAILED, DISK_FULL, EVALUATION_LOST, UNPLACED, USER_ERROR
+from evolver_async.launch.child import (
+    CRASHED,
+    FINAL,
+    Child,
+    FailedStart,
+    Handle,
+    Spawner,
+    Unreachable,
+    ending,
+)
 from evolver_async.launch.run_directory import announce
 from evolver_async.launch.scaling import ActorScaling
 from evolver_async.metrics.alerts import alert
@@ -47,7 +56,8 @@ PLACE_S = 15.0  # for a learner's place, until another actor makes room for it
 ROOM_S = 2.0  # between two looks at the disks
 FULL_BYTES = 1 << 16  # of a disk with so little room nothing useful can be written
 OUTAGE_S = 60.0  # in which all failures of the disk under a process use one restart of its budget
-FULL_PAUSE_S = 5.0  # until a process that found no room on its disk is started again
+FULL_PAUSE_S = 5.0  # until a process that found no room is started again
+WAITING = (DISK_FULL, UNPLACED)  # exit codes after which a process is started as often as needed
 LATE_S = 2.0  # for an answer of the buffer while the run goes on
 LONGEST_STEPS = 3  # for which a stopped learner may compute
 STILL_S = 10.0  # without a sign of work, several beats
@@ -113,6 +123,9 @@ class Supervisor:
             except RunFailed as failure:
                 log.error("%s", failure)
                 return failure.code
+            except Unreachable as error:
+                log.error("%s", error)
+                return CRASHED
             finally:
                 self.end()
         if self.finished():
@@ -153,9 +166,10 @@ class Supervisor:
         while not (self.signals or self.drained):
             if self.finished():
                 return
-            for child in list(self.children):
-                self.supervise(child, time.monotonic())
-            self.scale(time.monotonic())
+            if self.spawner.answers():
+                for child in list(self.children):
+                    self.supervise(child, time.monotonic())
+                self.scale(time.monotonic())
             self.ask_buffer(time.monotonic())
             self.check_room(time.monotonic())
             time.sleep(POLL_S)
@@ -310,7 +324,8 @@ class Supervisor:
             return None
         if child.moves or any(map(self.spawner.lost, child.processes)):
             if self.spawner.bound(child.role):
-                raise RunFailed(f"{child.name} is lost with its node, and has no other place", 1)
+                place = self.spawner.place_of(child.role)
+                raise RunFailed(f"{child.name} is lost with its node, and has no other {place}", 1)
             left = "has left a node that is drained" if child.moves else "is lost with its node"
             log.warning("%s %s, and starts on another", child.name, left)
             return self.restart(child, now)
@@ -352,7 +367,7 @@ class Supervisor:
         if now - child.started >= self.config.launch.healthy_s:
             child.restarts = 0
         return (
-            code == DISK_FULL
+            code in WAITING
             or self.in_outage(child, code, now)
             or (code not in FINAL and child.restarts < self.config.launch.restarts)
         )
@@ -373,8 +388,8 @@ class Supervisor:
                 f"{self.spawner.log_tail(child)}",
                 1,
             )
-        # the disk is to blame, and none of the budget is used, or no more of it
-        if code == DISK_FULL or self.in_outage(child, code, now):
+        # disk or cluster are to blame, and none of the budget is used, or no more of it
+        if code in WAITING or self.in_outage(child, code, now):
             child.due = now + FULL_PAUSE_S
             log.warning("%s: %s", child.name, self.spawner.last_error(child))
             return
