@@ -28,7 +28,7 @@ from evolver_async.launch.ray_cluster import spawner as spawning
 from evolver_async.launch.ray_cluster.handle import RayHandle
 from evolver_async.launch.ray_cluster.head import HeadService, NodeView
 from evolver_async.launch.ray_cluster.host import Order, ProcessHost
-from evolver_async.launch.ray_cluster.launcher import check, learner_home_of
+from evolver_async.launch.ray_cluster.launcher import check, connect, learner_home_of
 from evolver_async.launch.ray_cluster.spawner import RaySpawner, forwarded
 
 RECIPE = """
@@ -153,7 +153,6 @@ def weights_at(host: str) -> str:
             ["launch.ray={learner_gpus: 1, shared: true}", TCP, KEYS, weights_at("10.0.0.1")],
             "1 with 1 GPUs each need 1 there, and the node of weights.address has 0",
         ),
-        (ONE, ["launch.ray.address=ray://h:1"], "buffer.address: processes on ray://h:1 need tcp"),
     ],
 )
 def test_what_these_nodes_cannot_do_is_named(
@@ -166,6 +165,14 @@ def test_what_these_nodes_cannot_do_is_named(
     with pytest.raises(ConfigError, match=re.escape(message)):
         check(config, nodes, "home")
     return None
+
+
+def test_the_client_of_ray_is_refused_with_what_to_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match=r"launch\.ray\.address: .*ray job submit"):
+        load(None, ["launch.ray.address=ray://10.0.0.1:10001", "stages=[{steps: 1}]"])
+    monkeypatch.setenv("RAY_ADDRESS", "ray://10.0.0.1:10001")
+    with pytest.raises(ConfigError, match=r"RAY_ADDRESS: .*ray job submit"):
+        connect(load(None, ["launch.kind=ray", "stages=[{steps: 1}]"]))
 
 
 def test_an_autoscaler_may_bring_what_an_actor_asks_for() -> None:

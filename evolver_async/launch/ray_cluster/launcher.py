@@ -14,6 +14,7 @@ from ray._private.state import state  # pyright: ignore[reportMissingImports]
 from evolver_async.config import Config, ConfigError
 from evolver_async.config.secrets import looks_secret
 from evolver_async.config.sections.channel import channel, host_and_port, is_loopback, leaves_host
+from evolver_async.config.sections.system import NO_CLIENT
 from evolver_async.errors import USER_ERROR
 from evolver_async.launch.ray_cluster.head import HeadService
 from evolver_async.launch.ray_cluster.spawner import RaySpawner
@@ -71,6 +72,10 @@ def connect(config: Config) -> None:
             " would show: set it where you start the run, and refer to it as ${oc.env:NAME} or"
             " key_env; the launcher sends such variables to the processes"
         )
+    if asked.address == "auto" and os.environ.get("RAY_ADDRESS", "").startswith("ray://"):
+        raise ConfigError(
+            f"RAY_ADDRESS: must be HOST:PORT or none, with launch.ray.address {NO_CLIENT}"
+        )
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.WARNING}
     if asked.runtime_env:
@@ -116,15 +121,14 @@ def check(
 
     `growth`: the most of every resource that an autoscaler may bring; None without one.
     """
-    asked = config.launch.ray
     _check_learner(config, nodes, home)
     if growth is None:
         _check_actors(config, nodes)
     _check_addresses(config, nodes)
     _check_policy(config, nodes)
-    if len(nodes) == 1 and not asked.address.startswith("ray://"):
+    if len(nodes) == 1:
         return
-    where = f"{len(nodes)} nodes" if len(nodes) > 1 else asked.address
+    where = f"{len(nodes)} nodes"
     if not config.buffer.address.startswith("tcp://"):
         raise ConfigError(
             f"buffer.address: processes on {where} need tcp://HOST:PORT, HOST being a node's"
@@ -173,8 +177,6 @@ def _check_addresses(config: Config, nodes: list[dict[str, Any]]) -> None:
 
     It may be another address of this node than the one that Ray knows.
     """
-    if config.launch.ray.address.startswith("ray://"):
-        return
     tcp = config.buffer.address if config.buffer.address.startswith("tcp://") else ""
     for key, address in (("buffer", tcp), ("weights", config.weights.address)):
         host = host_and_port(address)[0] if address else ""
@@ -239,9 +241,6 @@ def home_of(config: Config, nodes: list[dict[str, Any]]) -> str:
         host, _ = host_and_port(config.buffer.address)
         if named := _at(host, nodes):
             return named[-1]
-        if config.launch.ray.address.startswith("ray://"):
-            known = ", ".join(sorted({node["NodeManagerAddress"] for node in nodes}))
-            raise ConfigError(f"buffer.address: {host} is no node of the cluster ({known})")
     return ray.get_runtime_context().get_node_id()
 
 
