@@ -58,6 +58,7 @@ FULL_BYTES = 1 << 16  # of a disk with so little room nothing useful can be writ
 OUTAGE_S = 60.0  # in which all failures of the disk under a process use one restart of its budget
 FULL_PAUSE_S = 5.0  # until a process that found no room is started again
 WAITING = (DISK_FULL, UNPLACED)  # exit codes after which a process is started as often as needed
+HURRY_S = 3.0  # for a role to end where all of its processes are about to be killed
 LATE_S = 2.0  # for an answer of the buffer while the run goes on
 LONGEST_STEPS = 3  # for which a stopped learner may compute
 STILL_S = 10.0  # without a sign of work, several beats
@@ -95,6 +96,7 @@ class Supervisor:
         self.children: list[Child] = []
         self.signals: list[int] = []
         self.drained = ""  # the child whose node is drained and that has no other: the run ends
+        self.hurries = False  # only the learner may take its time to end
         self.room_due = 0.0  # time at which the next actor makes room for a learner
         self.first_incarnation = announce(run_dir, spawner.address) * INCARNATIONS
         self.scaling = ActorScaling(config, run_dir)
@@ -125,6 +127,7 @@ class Supervisor:
                 return failure.code
             except Unreachable as error:
                 log.error("%s", error)
+                self.hurries = True
                 return CRASHED
             finally:
                 self.end()
@@ -442,6 +445,8 @@ class Supervisor:
         checkpoint, or of its computations, for which it has a multiple of its longest step.
         """
         began, drain_s, warned = time.monotonic(), self.config.launch.drain_s, False
+        if self.hurries and role != "learner":
+            drain_s = min(drain_s, HURRY_S)
         checkpoints = self.run_dir / "checkpoints" if role == "learner" else None
         progress, deadline = checkpoints and checkpoint.progress(checkpoints), began + drain_s
         asked, work = began, ""

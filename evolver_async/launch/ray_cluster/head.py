@@ -86,7 +86,8 @@ class HeadService:
         return silent_s if silent_s > LATE_S else 0.0
 
     def close(self) -> None:
-        """End the thread, unless it waits for an answer."""
+        """End the thread; one that waits for an answer is left alone."""
         self._closed.set()
         self._wanted.set()
-        self._thread.join(ANSWER_S)
+        if not self.silent_s():
+            self._thread.join(LATE_S)

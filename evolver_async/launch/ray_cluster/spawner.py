@@ -162,11 +162,11 @@ class RaySpawner(Spawner):
             remove_placement_group(self.groups.pop(role))
 
     def close(self) -> None:
-        """Give back all that was reserved. Without the head there is nobody who takes it."""
-        answers = self.head.now() is not None
+        """Give back all that was reserved, unless there is nobody who takes it."""
+        if not self.silent and self.head.now() is not None:
+            for role in list(self.groups):
+                self._give_back(role)
         self.head.close()
-        for role in list(self.groups) if answers else ():
-            self._give_back(role)
 
     def _order(self, role: str, name: str, incarnation: int, arguments: list[str]) -> Order:
         at_home = role != "actor"
