@@ -24,7 +24,8 @@ train: $(INSTALLED)
 model: $(MODEL)/config.json
 
 test: $(INSTALLED)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile \
+		--no-loadscope-reorder $(ARGS)
 
 test-model: $(MODEL)/config.json
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/model --durations=5 $(ARGS)
@@ -34,7 +35,7 @@ test-ray: $(RAY_INSTALLED)
 
 test-vllm: $(VLLM_INSTALLED)
 	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest tests/vllm --numprocesses 2 --dist loadfile \
-		--durations=5 $(ARGS)
+		--no-loadscope-reorder --durations=5 $(ARGS)
 
 test-adapters: $(ADAPTERS_INSTALLED)
 	OMP_NUM_THREADS=1 $(ADAPTERS)/bin/python -m pytest tests/actors/envs/test_adapters.py -rs $(ARGS)

@@ -191,6 +191,11 @@ def readme(
             " What a tool returns stands in the same message, behind the turn: append it to the"
             " prompt's text, and generate again."
         )
+    if setting.format_name == "native" and not rollout.agent:
+        manner += (
+            " The environment's tools are its `tools`, calls are written as it writes them, and"
+            " each result is a message of the role `tool`; a message without a call is the answer."
+        )
     agent = f"The agent `{rollout.agent}` wrote its conversations itself." if rollout.agent else ""
     contexts = {
         "full": "A turn sees the whole conversation.",

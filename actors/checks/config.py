@@ -10,7 +10,8 @@ from actors.endpoint.runner import load_agent
 from actors.engines.vllm_options import problems
 from actors.envs import base
 from actors.formats.tool_calls import CODE_TOOL
-from actors.formats.turns import FORMATS, THOUGHTFUL, extractor
+from actors.formats.turns import FORMATS, THOUGHTFUL
+from actors.formats.whole_message import extractor
 from actors.judge.factory import JUDGES
 from actors.llm.client import authorization
 from actors.questioning.profile import load_profile
@@ -254,8 +255,8 @@ def _check_branches(key: str, stage: StageConfig, staged: Config, name: str, env
     if not isinstance(env, base.Rewindable):
         raise ValueError(f"{key} needs solve, state and snapshot, which env.name={name} has not")
     style, chosen = format_of(staged), format_name(staged)
-    if style.inline:
-        raise ValueError(f"{key} needs turns that are messages, not {chosen}")
+    if style.inline or chosen == "native":
+        raise ValueError(f"{key} needs turns that are messages of text, not {chosen}")
     if stage.kind == "reflect" and style.prefix not in THOUGHTFUL:
         wanted = "rollout.format=think_answer and rollout.think" if chosen == "chat" else ""
         raise ValueError(f"{key} has no place for a reason: set {wanted or 'rollout.think'}")
@@ -273,6 +274,11 @@ def _check_turns(config: Config, name: str, env: base.Env) -> None:
         raise ValueError(f"rollout.context: {rollout.context} cannot be {where}")
     if not style.tools:
         return
+    if chosen == "native" and rollout.context != "full":
+        raise ValueError(
+            f"rollout.context: {rollout.context} cannot be where results stand in messages of tools"
+            f" (rollout.format {chosen})"
+        )
     if rollout.context == "single":
         raise ValueError(
             f"rollout.context: single would hide the question from {chosen} turns, whose"

@@ -13,6 +13,7 @@ from actors.endpoint.request import ChatMessage, ChatRequest, RequestRefused
 from actors.formats.chat import Chat
 from actors.formats.native import Native, schemas
 from actors.formats.syntaxes import TAGGED, SyntaxCall
+from actors.formats.tags import escaped_response
 
 _TAIL = 16  # tokens of a context in which the opening of a thought is looked for
 
@@ -39,7 +40,7 @@ class Template:
     def first(self, request: ChatRequest) -> list[int]:
         """Render a whole conversation up to the policy's turn. Raise RequestRefused."""
         switches = self._switches(request)
-        tools = [self._plain(tool) for tool in request.tools]
+        tools = [self._chat.plain_value(tool) for tool in request.tools]
         messages = self._messages(request.messages, [])
         if tools and not self.native:
             described = {"role": "system", "content": texts.instructions(tools)}
@@ -98,7 +99,7 @@ class Template:
         responses: list[str] = []  # of consecutive tool messages, which are one message as text
         waiting, number = list(enumerate(calls)), len(calls)  # numbered over the conversation
         for role, text, called in messages:
-            content = self._chat.plain(texts.escaped(text) if role == "tool" else text)
+            content = self._chat.plain(escaped_response(text) if role == "tool" else text)
             if role == "tool" and not self.native:
                 if not responses:
                     found.append({"role": "user"})
@@ -134,17 +135,7 @@ class Template:
         return dict(request.switches)
 
     def _call(self, name: str, arguments: str, id: str = "") -> SyntaxCall:
-        return SyntaxCall(self._chat.plain(name), self._plain(json.loads(arguments)), id)
-
-    def _plain(self, value: Any) -> Any:
-        """Escape special tokens in all texts of a value."""
-        if isinstance(value, str):
-            return self._chat.plain(value)
-        if isinstance(value, list):
-            return [self._plain(item) for item in value]
-        if isinstance(value, dict):
-            return {self._plain(name): self._plain(item) for name, item in value.items()}
-        return value
+        return SyntaxCall(self._chat.plain(name), self._chat.plain_value(json.loads(arguments)), id)
 
 
 def _rendered(render: Callable[[], str]) -> str:

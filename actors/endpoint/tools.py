@@ -83,11 +83,6 @@ def opened(name: str) -> str:
     return f'<tool_call>\n{{"name": {json.dumps(name)}, "arguments":' if name else "<tool_call>\n"
 
 
-def escaped(content: str) -> str:
-    """Escape closing tags in a tool's output."""
-    return content.replace("</tool_response", "</ tool_response")
-
-
 def tool_responses(contents: list[str]) -> str:
     """Write the outputs of tools as the text of a user message."""
     return "\n".join(f"<tool_response>\n{text}\n</tool_response>" for text in contents)

@@ -10,6 +10,7 @@ marker of experience, it is written so that no tokenizer takes it for one.
 """
 
 import inspect
+import json
 from array import array
 from collections.abc import Iterable, Mapping
 from datetime import datetime
@@ -129,23 +130,31 @@ class Chat:
         return len(self._tokenizer)
 
     @property
+    def opens_thought(self) -> bool:
+        """True if the template opens a thought where the policy writes."""
+        return self.opening.rstrip().endswith("<think>")
+
+    @property
     def template(self) -> str:
         """Source of the chat template."""
         return self._tokenizer.get_chat_template()
 
-    def first(self, system: str, user: str, prefix: str, before: Messages = ()) -> list[int]:
+    def first(
+        self, system: str, user: str, prefix: str, before: Messages = (), tools: str = ""
+    ) -> list[int]:
         """Return the tokens of the first prompt, up to and including the forced `prefix`.
 
-        `before`: messages between the system's and the last one of the user.
+        `before`: messages between the system's and the last one of the user; `tools`: a list in
+        JSON for the template.
         """
-        opening = self.whole_tokens(self._opening_text(system, user, before))
+        opening = self.whole_tokens(self._opening_text(system, user, before, tools))
         return opening + self.tokens_of(prefix)
 
-    def place_of_user(self, system: str, user: str, before: Messages = ()) -> int:
+    def place_of_user(self, system: str, user: str, before: Messages = (), tools: str = "") -> int:
         """Count the tokens of `first` before the last message of the user."""
-        text = self._opening_text(system, user, before)
+        text = self._opening_text(system, user, before, tools)
         # The last of them, since `system` may spell the placeholder too.
-        ahead, found, _ = self._opening_text(system, USER, before).rpartition(USER)
+        ahead, found, _ = self._opening_text(system, USER, before, tools).rpartition(USER)
         if not found or not text.startswith(ahead):
             raise ValueError("chat template: what precedes the user's message depends on it")
         offsets = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
@@ -192,6 +201,16 @@ class Chat:
                     found = True
                     text = text.replace(name, f"{name[0]} {name[1:]}" if name[1:] else "")
         return text
+
+    def plain_value(self, value: Any) -> Any:
+        """Change all texts in a value of JSON as `plain` does."""
+        if isinstance(value, str):
+            return self.plain(value)
+        if isinstance(value, list):
+            return [self.plain_value(item) for item in value]
+        if isinstance(value, dict):
+            return {self.plain_value(name): self.plain_value(item) for name, item in value.items()}
+        return value
 
     def shortened(self, text: str, limit: int) -> tuple[str, bool]:
         """Return a text of at most `limit` tokens, and True if it is not `text`.
@@ -332,17 +351,18 @@ class Chat:
         _, found, said = text.rpartition(self.between)
         return said if found else text.removeprefix(self._head)
 
-    def _opening_text(self, system: str, user: str, before: Messages) -> str:
+    def _opening_text(self, system: str, user: str, before: Messages, tools: str) -> str:
         short = len(system) + len(user) + sum(len(text) for _, text in before) <= LONGEST
         rendered = self._openings if short else self._rendered_opening
-        return rendered(system, user, before)
+        return rendered(system, user, before, tools)
 
-    def _rendered_opening(self, system: str, user: str, before: Messages) -> str:
+    def _rendered_opening(self, system: str, user: str, before: Messages, tools: str) -> str:
         messages = self.opening_messages(system, user, before)
-        return self._rendered([(role, self.plain(text)) for role, text in messages])
+        plain = [(role, self.plain(text)) for role, text in messages]
+        return self._rendered(plain, json.loads(tools) if tools else None)
 
-    def _rendered(self, messages: Iterable[tuple[str, str]]) -> str:
-        return self.render([{"role": role, "content": text} for role, text in messages])
+    def _rendered(self, messages: Iterable[tuple[str, str]], tools: list[Any] | None = None) -> str:
+        return self.render([{"role": role, "content": text} for role, text in messages], tools)
 
 
 def encodable(text: str) -> str:

@@ -56,6 +56,16 @@ class Native:
             listed.append(one)
         return {"role": "assistant", "content": content, "tool_calls": listed}
 
+    def written(self, calls: Sequence[SyntaxCall]) -> str:
+        """Return the text of a turn of the policy that makes these calls and says nothing else."""
+        begun = {"role": "user", "content": USER}
+        said = [begun, {"role": "assistant", "content": ASSISTANT}]
+        before = self._chat.render(said, opens=False).partition(ASSISTANT)[0]
+        text = self._chat.render([begun, self.assistant("", calls)], opens=False)
+        if not text.startswith(before):
+            before = before.removesuffix(self._chat.opening)
+        return self._chat.until_stop(text.removeprefix(before))
+
     def result(self, content: str, call: SyntaxCall | None, number: int) -> dict[str, Any]:
         """Return a message with what a call, the conversation's `number`th, resulted in. None: it
         is not known which one."""

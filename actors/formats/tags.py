@@ -11,6 +11,11 @@ from typing import NamedTuple
 THOUGHT_END = "</think>"
 
 
+def escaped_response(text: str) -> str:
+    """Escape closing tags of a tool's output, which it could end itself with."""
+    return text.replace("</tool_response", "</ tool_response")
+
+
 class TaggedBlock(NamedTuple):
     """A block `<tag>body</tag>`, which is text[start:end]. `closed`: False if it has no end; it
     then reaches to the end of the text."""

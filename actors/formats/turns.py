@@ -1,30 +1,24 @@
 """Format of a turn: its prefix, its stop strings, its actions, and the text of their outcome.
 
 A format knows text only. What it costs when a turn cannot be read is the rollout's business. The
-formats whose actions are calls of tools are in `tool_calls.py`.
+formats whose actions are calls of tools are in `tool_calls.py` and `native_turns.py`.
 """
 
 import re
-from collections.abc import Callable
 from functools import partial
 from typing import Protocol, runtime_checkable
 
+from actors.formats.chat import Chat
+from actors.formats.native_turns import NativeTurns
 from actors.formats.tags import THOUGHT_END
-from actors.formats.tool_calls import Interleaved, InvalidCall, ToolCall, boxed
+from actors.formats.tool_calls import Interleaved, InvalidCall, ToolCall
+from actors.formats.whole_message import INVALID, THOUGHT, WholeMessage
 from evolver_async.extension import implementation
 
 SEPARATOR = "||"
 ANSWER = "<answer> action</answer>"
 ANSWERS = f"<answer> action {SEPARATOR} action</answer>"
 THOUGHTFUL = ("<think>", "<reason>")  # prefixes behind which a turn has place for a reason
-INVALID = "invalid answer\n{}"  # then the last observation again
-THOUGHT = "<think>"
-# Commas between groups of three digits belong to a number. A hyphen behind a word or a bracket does
-# not: the last number of `10-5` is 5.
-NUMBER = re.compile(
-    r"(?:(?<![\w)\]])[-\u2212])?"
-    r"(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)(?:[eE][+-]?\d+)?"
-)
 
 
 @runtime_checkable
@@ -117,101 +111,33 @@ class ThinkAnswer:
         return seen if valid else INVALID.format(seen)
 
 
-def last_number(text: str) -> str | None:
-    """Return the last number of a text, without commas between its digits; None without one."""
-    *_, last = [None, *NUMBER.findall(text)]
-    return last and last.replace(",", "").replace("\u2212", "-")
-
-
-def last_block(text: str, tag: str) -> str | None:
-    """Return the content of the last `<tag>…</tag>`; None without one."""
-    before, closed, _ = text.rpartition(f"</{tag}>")
-    _, opened, body = before.rpartition(f"<{tag}>")
-    return body.strip() if closed and opened else None
-
-
-EXTRACTORS: dict[str, Callable[[str], str | None]] = {"last_number": last_number, "boxed": boxed}
-
-
-class WholeMessage:
-    """Turn format of the model's own chat: its message is the action, whole, or what `extract`
-    takes out of it.
-
-    A thought is not part of the action: everything up to the last `</think>`. `thinks`: the chat
-    template has opened it already. A thought without an end, an empty message, and one out of which
-    `extract` takes nothing, are format errors. ValueError names the key that does not fit.
-    """
-
-    inline = False
-    tools = False
-    instructions = plain_instructions = ""
-    prefix = ""
-    stop_strings: tuple[str, ...] = ()
-    actions_per_turn = 1
-    min_tokens = 1
-
-    def __init__(
-        self, *, think: bool, actions_per_turn: int, extract: str = "", thinks: bool = False
-    ) -> None:
-        other = "where rollout.format is chat: set rollout.format=think_answer"
-        if actions_per_turn != 1:
-            raise ValueError(f"rollout.actions_per_turn: must be 1, is {actions_per_turn}, {other}")
-        if think:
-            raise ValueError(f"rollout.think: the model itself decides {other}")
-        self._extract = extractor(extract)
-        self._thinks = thinks
-        before, behind = ("\\boxed{", "}") if extract == "boxed" else ("", "")
-        if extract.startswith("<"):
-            before, behind = extract, f"</{extract[1:]}"
-        self._around = (THOUGHT_END if thinks else "") + before, behind
-
-    def parse(self, text: str) -> list[str | InvalidCall] | None:
-        _, ended, message = text.rpartition(THOUGHT_END)
-        if not ended and (self._thinks or text.lstrip().startswith(THOUGHT)):
-            return None
-        action = self._extract(message.strip())
-        if not isinstance(action, str | None):  # by a function of the user's
-            raise TypeError(f"rollout.extract: returned {type(action).__name__}, no text")
-        action = (action or "").strip()
-        return [action] if action else None
-
-    def render_actions(self, actions: list[str]) -> str:
-        (action,) = actions
-        before, behind = self._around
-        return f"{before}{action}{behind}"
-
-    def shown(self, outputs: list[str], valid: bool, last: str) -> str:
-        seen = outputs[-1] if outputs else last
-        return seen if valid else INVALID.format(seen)
-
-
-def extractor(extract: str) -> Callable[[str], str | None]:
-    """Return the function that `rollout.extract` names: of a message, without its thought, to the
-    action or None. Raises ValueError for an unfit own one."""
-    if not extract:
-        return str
-    if extract.startswith("<"):
-        return partial(last_block, tag=extract[1:-1])
-    return implementation("rollout.extract", extract, EXTRACTORS)
-
-
 PARTS = frozenset((*TurnFormat.__annotations__, "parse", "render_actions", "shown"))
 FORMATS = {
     "think_answer": ThinkAnswer,
     "tool_call": ToolCall,
     "interleaved": Interleaved,
     "chat": WholeMessage,
+    "native": NativeTurns,
 }
 
 
 def turn_format(
-    name: str, *, think: bool, actions_per_turn: int, extract: str = "", thinks: bool = False
+    name: str,
+    *,
+    think: bool,
+    actions_per_turn: int,
+    extract: str = "",
+    chat: Chat | None = None,
 ) -> TurnFormat:
     """Make the turn format of this name, which is not `auto`. Raises ValueError for an unfit own
-    one. `extract` is that of `chat`; `thinks`: the chat template opens a thought."""
+    one. `extract` is that of messages that are answers; `chat`: None where only the shape of turns
+    is asked for."""
     kind = implementation("rollout.format", name, FORMATS)
+    thinks = chat is not None and chat.opens_thought
     if kind is WholeMessage:
         kind = partial(WholeMessage, extract=extract, thinks=thinks)
+    elif kind is NativeTurns:
+        kind = partial(NativeTurns, extract=extract, chat=chat)
     elif kind is ThinkAnswer:
         kind = partial(ThinkAnswer, thinks=thinks)
     made = kind(think=think, actions_per_turn=actions_per_turn)

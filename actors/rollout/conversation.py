@@ -8,12 +8,14 @@ context it was written in and nowhere else: what a later one repeats of it is PR
 
 import json
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import NamedTuple
 
 from actors.engines.base import Generation
 from actors.envs.base import Described, Env, Tooled
 from actors.envs.results import Opening
 from actors.formats.chat import Stream
+from actors.formats.native_turns import NativeTurns
 from actors.rollout.episode_config import Setting
 from evolver_async.schema import Role, Sequence
 
@@ -90,10 +92,12 @@ class Conversation:
         if setting.context == "single":
             self._before = ()
             return self._turn_to([self._context(self._asked(text), [])])
+        last = self._written[-1] if self._written else None
         if inline:
             after = chat.tokens_of(chat.plain(text))
+        elif isinstance(setting.format, NativeTurns):  # which has rendered all of it
+            after = chat.behind(last, chat.tokens_of(text))
         else:
-            last = self._written[-1] if self._written else None
             after = chat.next(text, setting.format.prefix, last)
         self._turns.append(_Past(self._told, self._written, after))
         self._told = text
@@ -127,8 +131,10 @@ class Conversation:
 
     def _context(self, user: str, kept: list[_Past]) -> Stream:
         chat, stream = self._setting.chat, Stream()
-        prompt = chat.first(self._system, user, self._setting.format.prefix, self._before)
-        place = chat.place_of_user(self._system, user, self._before) if self._guidance else 0
+        style, tools = self._setting.format, listed_tools(self._setting)
+        prompt = chat.first(self._system, user, style.prefix, self._before, tools)
+        guided = self._system, user, self._before, tools
+        place = chat.place_of_user(*guided) if self._guidance else 0
         stream.read(prompt[:place], Role.PROMPT)
         stream.read(self._guidance, Role.EXPERIENCE)
         stream.read(prompt[place:], Role.PROMPT)
@@ -144,7 +150,23 @@ def first_prompt(setting: Setting, env: Env, opening: Opening) -> list[int]:
     """Return the tokens that an episode begins with, the forced prefix of the first turn
     included."""
     system = opening.under(system_message(setting, env))
-    return setting.chat.first(system, opening.user, setting.format.prefix, opening.before)
+    tools = listed_tools(with_tools(setting, env))
+    return setting.chat.first(system, opening.user, setting.format.prefix, opening.before, tools)
+
+
+def with_tools(setting: Setting, env: Env) -> Setting:
+    """Return the settings of one episode, in whose turns the tools of its environment are
+    called."""
+    if not isinstance(setting.format, NativeTurns):
+        return setting
+    assert isinstance(env, Tooled), f"{type(env).__name__} has no tools"
+    return replace(setting, format=setting.format.listed(env.tools()))
+
+
+def listed_tools(setting: Setting) -> str:
+    """Return the tools that the chat template lists, in JSON; "" if it lists none."""
+    style = setting.format
+    return json.dumps(style.specs) if isinstance(style, NativeTurns) and style.specs else ""
 
 
 def system_message(setting: Setting, env: Env) -> str:
@@ -160,7 +182,7 @@ def system_message(setting: Setting, env: Env) -> str:
         parts, joint = (env.instructions, style.instructions), " "
     described, turns = parts
     text = joint.join(part for part in (described, setting.system_prompt or turns) if part)
-    if not setting.format.tools:
+    if not setting.format.tools or isinstance(setting.format, NativeTurns):
         return text
     assert isinstance(env, Tooled), f"{type(env).__name__} has no tools"
     specs = "\n".join(json.dumps(spec, ensure_ascii=False) for spec in env.tools())

@@ -30,6 +30,7 @@ from actors.rollout.conversation import (
     plain_instructions,
     system_message,
     tool_names,
+    with_tools,
 )
 from actors.rollout.environment import TimedEnvironment
 from actors.rollout.episode_config import Setting, reads_scores, step_latency_s
@@ -193,6 +194,8 @@ class Episode:
             self.instructions = await environment.call("instructions", *worded)
         if self.setting.format.tools:
             self.tools = await environment.call("tools", tool_names, environment.env)
+            called = with_tools, self.setting, environment.env
+            self.setting = await environment.call("tools", *called)
         talk = Conversation(self.setting, system, task.query, opening, room)
         self.conversation, length = talk, len(talk.tokens)
         if length > room:

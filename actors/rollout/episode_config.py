@@ -3,18 +3,21 @@
 import math
 import random
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Literal
 
 from actors.envs.base import env_class
 from actors.failures import FailureCounts
 from actors.formats.chat import Chat
-from actors.formats.turns import THOUGHT, TurnFormat, turn_format
+from actors.formats.native import Native
+from actors.formats.turns import TurnFormat, turn_format
 from actors.llm.quoting import MAX_CHARS
 from actors.rollout.environment import IdleEnvironments
 from evolver_async.config import Config, ConfigError
 from evolver_async.config.load import stage_as_written
 from evolver_async.files import parsed
+from evolver_async.model.tokenizer import load_tokenizer
 from evolver_async.randomness import key, uniform
 from evolver_async.schema import Ticket
 
@@ -69,7 +72,7 @@ def setting_of(
     rollout, env = config.rollout, config.env
     return Setting(
         chat=chat,
-        format=format_of(config, thinks=chat.opening.rstrip().endswith(THOUGHT)),
+        format=format_of(config, chat),
         format_name=format_name(config),
         actor=name,
         incarnation=incarnation,
@@ -103,8 +106,8 @@ def setting_of(
     )
 
 
-def format_of(config: Config, *, thinks: bool = False) -> TurnFormat:
-    """Make the turn format of a stage. `thinks`: the chat template opens a thought.
+def format_of(config: Config, chat: Chat | None = None) -> TurnFormat:
+    """Make the turn format of a stage. `chat`: None where only the shape of turns is asked for.
 
     Raises ValueError, which names the key, for a format that cannot be.
     """
@@ -114,13 +117,14 @@ def format_of(config: Config, *, thinks: bool = False) -> TurnFormat:
         think=rollout.think,
         actions_per_turn=rollout.actions_per_turn,
         extract=rollout.extract,
-        thinks=thinks,
+        chat=chat,
     )
 
 
 def format_name(config: Config) -> str:
     """Return `rollout.format`, `auto` resolved: the format that the environment names as its
-    `turn_format`, else `think_answer` for a tiny tokenizer (that of the preset, or of a policy that
+    `turn_format`, where that is `tool_call` and the policy's template calls tools itself `native`,
+    else `think_answer` for a tiny tokenizer (that of the preset, or of a policy that
     began as it) and where `think` or `actions_per_turn` ask for its tags, else `chat`.
 
     Raises ValueError for an environment that cannot be imported, and for a mixture of environments
@@ -140,7 +144,10 @@ def format_name(config: Config) -> str:
             f" different formats ({differ}): name one"
         )
     tagged = rollout.think or rollout.actions_per_turn > 1 or _is_tiny(config.policy.path)
-    return made_for.pop() or ("think_answer" if tagged else "chat")
+    kind = made_for.pop() or ("think_answer" if tagged else "chat")
+    if kind == "tool_call" and not tagged and calls_tools(config.policy.path):
+        return "native"
+    return kind
 
 
 def with_formats(config: Config) -> Config:
@@ -158,6 +165,16 @@ def with_formats(config: Config) -> Config:
             stage = replace(stage, override=override)
         stages.append(stage)
     return replace(named, stages=stages)
+
+
+@lru_cache
+def calls_tools(path: str) -> bool:
+    """Return True if the chat template in a model's directory lists tools, and writes calls in a
+    known syntax."""
+    try:
+        return Native(Chat(load_tokenizer(path))).syntax is not None
+    except (OSError, ValueError):  # other checks name it
+        return False
 
 
 def _is_tiny(path: str) -> bool:

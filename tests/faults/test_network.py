@@ -76,7 +76,7 @@ def test_an_actor_behind_a_bad_network_disturbs_nobody_and_comes_back(
 
     def plays() -> bool:
         now = heard()
-        return now["leases"] > 0 and now["seen_s_ago"] < 2 and now["trajectories_per_s"] > 0
+        return now["leases"] > 0 and now["seen_s_ago"] < 10 and now["trajectories_per_s"] > 0
 
     try:
         wait_for(plays, f"{FAR} to play")

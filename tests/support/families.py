@@ -1,6 +1,8 @@
 """Chat templates of ten families of models, each on a tiny tokenizer with the family's marks."""
 
+import json
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -86,3 +88,58 @@ def family_tokenizer(name: str) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, eos_token=end, chat_template=template(name), **begins
     )
+
+
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "look",
+        "description": "Look somewhere.",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "where": {"type": "string", "description": "a direction"},
+                "steps": {"type": "integer", "description": "how far"},
+            },
+            "required": ["where"],
+        },
+    },
+}
+ARGUMENTS = {"where": "up\nleft", "steps": 2}
+RESULT = "a door <|im_end|></s><|eot_id|><|end|>"  # spells marks that end turns
+QUESTION: list[dict[str, Any]] = [
+    {"role": "system", "content": "Find the door."},
+    {"role": "user", "content": "Where is it?"},
+]
+
+
+class Family(NamedTuple):
+    """A row of the table. `thought`: the key of a message in which the template takes a thought;
+    `id`: of the call, where the template writes one; `rewrites`: what the template does to earlier
+    turns once the user asks again, which a conversation that only grows does not follow."""
+
+    syntax: str
+    thought: str = "content"
+    id: str = "000000000"
+    as_text: bool = False
+    rewrites: tuple[tuple[str, str], ...] = ()
+
+
+NO_THOUGHTS = (("<think>\nI look.\n</think>\n\n", ""), ("<think>\n\n</think>\n\n", ""))
+LISTED = f"[AVAILABLE_TOOLS]{json.dumps([TOOL])}[/AVAILABLE_TOOLS]"
+ANALYSIS = "<|start|>assistant<|channel|>analysis<|message|>I look.<|end|>"
+TABLE = {
+    "qwen2_5": Family("tagged"),
+    "qwen3": Family("tagged", "reasoning_content", rewrites=NO_THOUGHTS),
+    "qwen3_5": Family("tagged", "reasoning_content", rewrites=NO_THOUGHTS),
+    "glm4_5": Family("tagged", "reasoning_content", rewrites=((">I look.</", "></"),)),
+    "gpt_oss": Family("harmony", "thinking", rewrites=((ANALYSIS, ""), ("<|return|>", "<|end|>"))),
+    "llama3_1": Family("llama", ""),
+    "mistral_v7": Family(
+        *("mistral", "", "a1B2c3D4e"),
+        rewrites=((f"{LISTED}[INST]Wh", "[INST]Wh"), ("[INST]And", f"{LISTED}[INST]And")),
+    ),
+    "kimi_k2": Family("kimi", "content", "functions.look:7"),
+    "deepseek_v3_1": Family("deepseek", "content", as_text=True),
+    "gemma2": Family("", "content"),
+}

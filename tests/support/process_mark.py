@@ -38,12 +38,19 @@ _spawn, util.spawnv_passfds = util.spawnv_passfds, spawn
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the suites of whole runs; let files with such tests begin, so that none is left last."""
+    """Mark the suites of whole runs; let files with such tests begin, so that none is left last.
+
+    Before them come files with a test that has a time limit of its own, as it takes very long.
+    """
+    longest_s: dict[Path, float] = {}  # of the tests in a file that are not done in a moment
     for item in items:
         if WHOLE_RUNS & set(item.path.parts):
             item.add_marker("process")
-    long = {item.path for item in items if item.get_closest_marker("process")}
-    items.sort(key=lambda item: item.path not in long)
+        if limit := item.get_closest_marker("time_limit"):
+            longest_s[item.path] = max(float(limit.args[0]), longest_s.get(item.path, 0.0))
+        elif item.get_closest_marker("process"):
+            longest_s.setdefault(item.path, 0.0)
+    items.sort(key=lambda item: -longest_s.get(item.path, -1.0))
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

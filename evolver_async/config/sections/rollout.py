@@ -62,12 +62,12 @@ class RolloutConfig:
 
     group_size: Count = 8  # G: episodes per task
     max_turns: Turns = 10
-    # the turn format; auto: the one that the environment is made for, else chat for a model of
-    # normal size, and think_answer for a tiny one or where its tags are asked for (think,
-    # actions_per_turn)
-    format: Annotated[str, Open("auto", "chat", "think_answer", "tool_call", "interleaved")] = (
-        "auto"
-    )
+    # the turn format; auto: the one that the environment is made for (native instead of tool_call
+    # where the model's template calls tools itself), else chat for a model of normal size, and
+    # think_answer for a tiny one or where its tags are asked for (think, actions_per_turn)
+    format: Annotated[
+        str, Open("auto", "chat", "think_answer", "tool_call", "native", "interleaved")
+    ] = "auto"
     # chat: the part of the model's message that is the action: all of it (empty), its last number,
     # the content of its last \boxed{} or of its last <tag>, or what a function returns
     extract: Extract = ""

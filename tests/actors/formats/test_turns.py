@@ -3,9 +3,11 @@
 from typing import Any
 
 import pytest
+from families import family_tokenizer
 from hypothesis import given
 from hypothesis import strategies as st
 
+from actors.formats.chat import Chat
 from actors.formats.turns import FORMATS, ThinkAnswer, WholeMessage, turn_format
 
 words = st.text("abcdefghij -", min_size=1).map(str.strip).filter(bool)
@@ -159,7 +161,7 @@ def length(text: str) -> int:
 
 
 def test_a_thought_that_the_template_opens_is_not_opened_twice() -> None:
-    options: dict[str, Any] = {"actions_per_turn": 1, "thinks": True}
+    options: dict[str, Any] = {"actions_per_turn": 1, "chat": Chat(family_tokenizer("qwen3_5"))}
     thoughtful = turn_format("think_answer", think=True, **options)
     assert thoughtful.prefix == ""
     assert thoughtful.parse("\nwhy</think><answer> up</answer>") == ["up"]

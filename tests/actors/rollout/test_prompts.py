@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from chatml import TEMPLATE, make_tokenizer
+from families import family_tokenizer
 from rollouts import CHAT, Corridor, setting, ticket
 
 from actors.checks import prompts
@@ -150,6 +151,11 @@ def test_auto_is_what_the_environment_is_made_for_or_what_the_model_can_write(
     for env, wanted in (("prompts", "chat"), ("bookings", "tool_call"), ("code", "think_answer")):
         assert named(f"env.name={env}") == wanted
     assert named("env.name=bookings", "rollout.format=chat") == "chat", "a choice is kept"
+    for family, wanted in (("qwen2_5", "native"), ("gemma2", "tool_call")):
+        family_tokenizer(family).save_pretrained(tmp_path / family)
+        calling = "env.name=bookings", policy(tmp_path / family, 49_152)
+        assert named(*calling) == wanted
+        assert named(*calling, "rollout.think=true") == "tool_call"
     mixed = "tasks.mixture=[{env: frozen_lake, weight: 1}, {env: prompts, weight: 1}]"
     with pytest.raises(ConfigError, match=r"^rollout\.format: auto .*chat, none"):
         named(mixed)
