@@ -85,9 +85,8 @@ class HeadService:
         silent_s = now - max(self._since, self.view.asked)
         return silent_s if silent_s > LATE_S else 0.0
 
-    def close(self) -> None:
-        """End the thread; one that waits for an answer is left alone."""
+    def close(self, wait_s: float = LATE_S) -> None:
+        """End the thread; one that waits for an answer is left alone after `wait_s`."""
         self._closed.set()
         self._wanted.set()
-        if not self.silent_s():
-            self._thread.join(LATE_S)
+        self._thread.join(wait_s)

@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 def run(config: Config, run_dir: Path) -> int:
     """Run to the end; return 0, 128 + the signal that ended it, or the exit code of a failure."""
     claims: list[Claim] = []
-    head = None
+    spawner = None
     try:
         connect(config)
         nodes = [node for node in ray.nodes() if node["Alive"]]
@@ -61,7 +61,7 @@ def run(config: Config, run_dir: Path) -> int:
     finally:
         for one in claims:
             one.remove()
-        if head is None or not head.silent_s():
+        if spawner is None or not spawner.silent:
             ray.shutdown()  # else for seconds: Ray does it at exit, when the end is written
 
 

@@ -163,9 +163,11 @@ class RaySpawner(Spawner):
 
     def close(self) -> None:
         """Give back all that was reserved, unless there is nobody who takes it."""
-        if not self.silent and self.head.now() is not None:
-            for role in list(self.groups):
-                self._give_back(role)
+        if self.silent:
+            self.head.close(wait_s=0)
+            return
+        for role in list(self.groups) if self.head.now() is not None else ():
+            self._give_back(role)
         self.head.close()
 
     def _order(self, role: str, name: str, incarnation: int, arguments: list[str]) -> Order:
