@@ -58,7 +58,8 @@ class Run:
         self.run_dir = directory / "run"
         address = f"tcp://{BUFFER}:{free_port()}"
         places = ["launch.kind=ray", "launch.ray.shared=true", f"buffer.address={address}"]
-        places += [f"security.keys={directory}/keys", "run.name=run", "buffer.stall_s=60"]
+        places += [f"security.keys={directory}/keys", "run.name=run"]
+        places += ["buffer.stall_s=60", "actors.count=1"]
         self.launch = start(self.run_dir, write_recipe(directory), *places)
         self.reached = 0
 
