@@ -9,13 +9,15 @@ VLLM := .venv-vllm
 VLLM_INSTALLED := $(VLLM)/.installed
 ADAPTERS := .venv-adapters
 ADAPTERS_INSTALLED := $(ADAPTERS)/.installed
+FRAMEWORKS := .venv-frameworks
+FRAMEWORKS_INSTALLED := $(FRAMEWORKS)/.installed
 RESOLVER := .venv-resolver
 RESOLVER_INSTALLED := $(RESOLVER)/.installed
 MODELS := models
 MODEL := $(MODELS)/SmolLM2-135M-Instruct
 ARGS ?=
 
-.PHONY: train model test test-model test-ray test-vllm test-adapters faults soak lint bench recipes evidence resolve-gpu
+.PHONY: train model test test-model test-ray test-vllm test-adapters test-frameworks faults soak lint bench recipes evidence resolve-gpu
 
 train: $(INSTALLED)
 	$(BIN)/evolver-async train configs/frozen_lake.yaml $(ARGS)
@@ -39,6 +41,9 @@ test-vllm: $(VLLM_INSTALLED)
 
 test-adapters: $(ADAPTERS_INSTALLED)
 	OMP_NUM_THREADS=1 $(ADAPTERS)/bin/python -m pytest tests/actors/envs/test_adapters.py -rs $(ARGS)
+
+test-frameworks: $(FRAMEWORKS_INSTALLED)
+	OMP_NUM_THREADS=1 $(FRAMEWORKS)/bin/python -m pytest tests/frameworks --durations=5 $(ARGS)
 
 faults: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/faults --numprocesses 2 --dist loadfile \
@@ -108,6 +113,17 @@ $(ADAPTERS_INSTALLED): pyproject.toml constraints-adapters.txt
 		--constraint constraints-adapters.txt \
 		--editable '.[envs,verifiers,openenv]' pytest hypothesis
 	$(ADAPTERS)/bin/python -c 'import textarena, verifiers.v1, openenv.core.generic_client'
+	touch $@
+
+# A layer over .venv: what agent frameworks need beside the packages there.
+$(FRAMEWORKS_INSTALLED): $(INSTALLED) constraints-frameworks.txt
+	$(PYTHON) -m venv --without-pip $(FRAMEWORKS)
+	$(BIN)/python -c 'import site; print(site.getsitepackages()[0])' > \
+		"$$($(FRAMEWORKS)/bin/python -c 'import site; print(site.getsitepackages()[0])')/base.pth"
+	$(FRAMEWORKS)/bin/python -m pip install --quiet --disable-pip-version-check \
+		--constraint constraints-frameworks.txt \
+		openai-agents 'pydantic-ai-slim[openai,anthropic]' langgraph langchain-openai \
+		langchain-anthropic 'smolagents[openai]' dspy fastmcp
 	touch $@
 
 $(RESOLVER_INSTALLED):

@@ -6,7 +6,7 @@ from pathlib import Path
 from statistics import fmean
 
 import pytest
-from agents import make_policy
+from arm_agent import make_policy
 from launches import is_step, launching
 from serial_runs import Finished, trainer
 

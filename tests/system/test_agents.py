@@ -4,7 +4,7 @@ import statistics
 from pathlib import Path
 
 import pytest
-from agents import LENGTH, make_policy
+from arm_agent import LENGTH, make_policy
 from launches import launching
 
 from evolver_async.cli import main
@@ -14,7 +14,7 @@ STEPS = 24
 RECIPE = """
 env: {{name: bandit, params: {{low: 0.0, high_probability: 1.0}}}}
 policy: {{path: {policy}, max_length: {length}}}
-rollout: {{agent: "tests.support.agents:puller", group_size: 8, max_turns: 3, max_tokens: 64}}
+rollout: {{agent: "tests.support.arm_agent:puller", group_size: 8, max_turns: 3, max_tokens: 64}}
 actors: {{count: 1, groups: 6}}
 buffer: {{max_staleness: 2, warn_s: 4}}  # counters come every second
 advantage: {{std: batch}}
