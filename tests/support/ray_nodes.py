@@ -89,4 +89,7 @@ class Hosts:
         self.cluster.head_node.kill_gcs_server(check_alive=False)
 
     def end(self) -> None:
-        self.cluster.shutdown()
+        """The processes of all hosts are killed."""
+        for address in list(self.nodes):
+            self.lose(address)
+        self.cluster.remove_node(self.cluster.head_node, allow_graceful=False)
