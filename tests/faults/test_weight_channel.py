@@ -1,6 +1,6 @@
 """Fault 28: whoever dies around the weights, nobody ever holds a mixture of two versions.
 
-    KILL_SEEDS=4 make faults ARGS=-kweight_channel    40 kills in broadcasts
+    KILL_SEEDS=4 make faults ARGS=-kweight_channel    24 kills in broadcasts
 
 Whole versions under a racing publisher and damaged files are in `test_weights`; here processes die.
 In the last test the receivers are workers of two engines, as in vLLM's processes, which
@@ -181,7 +181,7 @@ def test_28_damaged_weights_are_named_and_not_adopted(tmp_path: Path) -> None:
 
 
 DEADLINE_S = 5.0
-KILLS = 10  # of each test
+KILLS = 6  # of each test: the first seed draws two of every kind
 Process = subprocess.Popen
 
 
