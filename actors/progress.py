@@ -15,14 +15,16 @@ class TicketProgress:
     `count`: tokens of whole turns and environment steps; the lease is renewed while it grows.
     `queued`: the ticket waits for others of this actor, so their progress counts as its own.
     `generating`: members whose turn the engine has, or will have; meanwhile all tokens of the
-    engine count. `played`: members whose episode is over. `last`: each member's last activity and
-    its seconds. `clock`: that of the process. `agents_until`: the time until which agents may run;
-    meanwhile all work of the actor counts, as that between their calls is not seen.
+    engine count. `waiting`: members that wait for an agent elsewhere. `played`: members whose
+    episode is over. `last`: each member's last activity and its seconds. `clock`: that of the
+    process. `agents_until`: the time until which agents may run; meanwhile, and while one is waited
+    for, all work of the actor counts, as that between their calls is not seen.
     """
 
     count: int = 0
     queued: bool = False
     generating: int = 0
+    waiting: int = 0
     played: int = 0
     last: dict[int, tuple[str, float]] = field(default_factory=dict)
     agents_until: float = 0.0
@@ -51,7 +53,7 @@ class TicketProgress:
     def shared(self, work: int) -> int:
         """Return the part of the actor's work that counts beside `count`."""
         now = asyncio.get_running_loop().time()
-        return work * (self.generating > 0 or now < self.agents_until)
+        return work * (self.generating > 0 or self.waiting > 0 or now < self.agents_until)
 
     def slowest(self, *, moved: bool = False) -> tuple[str, float]:
         """Describe the activity that has lasted longest, with its member; also the seconds for

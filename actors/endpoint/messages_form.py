@@ -16,7 +16,11 @@ _IGNORED = (
     *("temperature", "metadata", "service_tier", "thinking", "cache_control"),
     *("inference_geo", "speed"),
 )
-_ERRORS = {404: "not_found_error", 413: "request_too_large"}  # by status
+_ERRORS = {  # by status
+    401: "authentication_error",
+    404: "not_found_error",
+    413: "request_too_large",
+}
 
 
 def decode(body: bytes) -> ChatRequest:

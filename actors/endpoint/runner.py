@@ -1,6 +1,7 @@
 """Runner of a ticket's members as the user's own agents; counterpart of `actors/rollout/group.py`.
 
-An agent runs on the actor's event loop: blocking code in it must run in a thread.
+An agent runs on the actor's event loop: blocking code in it must run in a thread. Or it runs
+elsewhere, and asks for episodes: then a member waits for one, and its time begins when it has it.
 """
 
 import asyncio
@@ -10,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from actors.endpoint.external import ExternalEpisodes, OpenedEpisode, Started
 from actors.endpoint.group_judge import GroupJudge
 from actors.endpoint.outcome import Agent, AgentOutcome, load_agent, outcome_of
 from actors.endpoint.server import EndpointServer
@@ -27,6 +29,7 @@ from actors.rollout.episode_config import Setting
 from actors.rollout.finished import Deliver, Finished, RewardTooLarge, assembled
 from actors.rollout.group import side_by_side
 from evolver_async.config import Config
+from evolver_async.config.sections.rollout import EXTERNAL, EndpointConfig
 from evolver_async.extension import RAISED
 from evolver_async.randomness import key
 from evolver_async.schema import Ticket, TurnFlag
@@ -70,19 +73,22 @@ class _EpisodeRun(NamedTuple):
 
 @dataclass(eq=False)
 class AgentRunner:
-    """Agents of one actor. `path` names the agent in messages; `judge`: None if agents return
-    rewards."""
+    """Agents of one actor. `agent`: None for agents elsewhere; `path` names it in messages;
+    `judge`: None if agents return rewards."""
 
-    agent: Agent
+    agent: Agent | None
     path: str
     engine: Engine
     chat: Chat
     judge: GroupJudge | None = None
     failures: FailureCounts = field(default_factory=FailureCounts)
+    settings: EndpointConfig = field(default_factory=EndpointConfig)
 
     def __post_init__(self) -> None:
         self._template = Template(self.chat)
-        self._server = EndpointServer(self.path, self.failures)
+        self._external = ExternalEpisodes(self.judge is not None) if self.agent is None else None
+        self._server = EndpointServer(self.path, self.failures, self.settings, self._external)
+        self._waiting: dict[object, float] = {}  # members that wait for an agent, since when
         self._counts: Counter[str] = Counter()
         self._threads: ThreadPoolExecutor | None = None
         self._sessions: set[EndpointSession] = set()  # of running members
@@ -123,9 +129,12 @@ class AgentRunner:
         return {f"agent/{name}": value for name, value in counted.items()} | judged
 
     def worked_s(self) -> float:
-        """Return the seconds of all members between their calls: none while all wait for the
-        engine."""
-        return self._worked_s + sum(session.worked_s for session in self._sessions)
+        """Return the seconds of all members between their calls, and before an agent has them: none
+        while all wait for the engine."""
+        waited_s = sum(
+            asyncio.get_running_loop().time() - since for since in self._waiting.values()
+        )
+        return self._worked_s + waited_s + sum(session.worked_s for session in self._sessions)
 
     async def close(self) -> None:
         await self._server.close()
@@ -137,9 +146,13 @@ class AgentRunner:
     ) -> _EpisodeRun:
         """Run one member. Raise EnvironmentFailure or EpisodeLate."""
         loop = asyncio.get_running_loop()
+        await self._server.listen()
+        started = None
+        if self._external is not None:
+            started = await self._started(self._external, member, progress)
         began = loop.time()
         session = EndpointSession(ticket, member, setting, self.engine, self._template, progress)
-        base_url, token = await self._server.open(session)
+        opened = self._server.open(session)
         where = f"task {ticket.task.task_id}, member {member}"
         self._sessions.add(session)
         outcome: AgentOutcome | None = None if self.judge is not None else AgentOutcome(0.0, False)
@@ -149,7 +162,7 @@ class AgentRunner:
                 async with asyncio.timeout(None) as limit:
                     ending = asyncio.create_task(_end(session, setting, limit))
                     try:
-                        outcome = await self._call(ticket, member, session, base_url, token)
+                        outcome = await self._call(ticket, member, session, opened, started)
                     finally:
                         ending.cancel()
         except TimeoutError:
@@ -169,23 +182,46 @@ class AgentRunner:
         finally:
             self._sessions.remove(session)
             self._worked_s += session.worked_s
-            self._server.close_session(token)
+            self._server.close_session(opened.id)
         total_s = loop.time() - began
         return _EpisodeRun(member=member, session=session, outcome=outcome, total_s=total_s)
 
+    async def _started(
+        self, external: ExternalEpisodes, member: int, progress: TicketProgress
+    ) -> Started:
+        """Wait for an agent elsewhere, for as long as it takes."""
+        loop, place = asyncio.get_running_loop(), object()
+        self._waiting[place] = loop.time()
+        progress.waiting += 1
+        try:
+            with progress.during(member, "waiting for an agent to start an episode"):
+                return await external.agent()
+        finally:
+            progress.waiting -= 1
+            self._worked_s += loop.time() - self._waiting.pop(place)
+
     async def _call(
-        self, ticket: Ticket, member: int, session: EndpointSession, base_url: str, token: str
+        self,
+        ticket: Ticket,
+        member: int,
+        session: EndpointSession,
+        opened: OpenedEpisode,
+        started: Started | None,
     ) -> AgentOutcome | None:
-        """Call the agent and return its outcome; None if a judge is to score it.
+        """Call the agent, or hand the episode to the one that `started` it, and return its outcome;
+        None if a judge is to score it.
 
         An agent that raises after a call was refused at a limit has the reward 0 and is not counted
         as failed. Raise _AgentError, or the exception that the engine raised.
         """
         returned: AgentOutcome | float | None = None
         try:
-            seed = key(ticket.dynamics_seed, member)
-            task = ticket.task
-            returned = await self.agent(base_url=base_url, api_key=token, task=task, seed=seed)
+            seed, task = key(ticket.dynamics_seed, member), ticket.task
+            if self._external is not None and started is not None:
+                returned = await self._external.play(started, opened, session, task, seed)
+            elif self.agent is not None:
+                url = opened.base_url
+                returned = await self.agent(base_url=url, api_key=opened.key, task=task, seed=seed)
         except (*RAISED, asyncio.CancelledError) as error:
             if own_cancellation(error):
                 raise
@@ -275,11 +311,13 @@ def make_agents(
     path = config.rollout.agent
     if not path:
         return None
-    for client in ("httpx", "httpx2"):  # at INFO they log every URL, which contains the token
+    for client in ("httpx", "httpx2"):  # at INFO they log every call
         logging.getLogger(client).setLevel(logging.WARNING)
     judge = None
     if config.rollout.agent_reward == "judged":
         endpoint = Endpoint(config.judge.llm, "judge", failures)
         limits = config.judge.timeout_s, config.judge.group_chars
         judge = GroupJudge(endpoint, config.run.seed, *limits)
-    return AgentRunner(load_agent(path), path, engine, chat, judge, failures or FailureCounts())
+    agent = None if path == EXTERNAL else load_agent(path)
+    failures, settings = failures or FailureCounts(), config.rollout.endpoint
+    return AgentRunner(agent, path, engine, chat, judge, failures, settings)

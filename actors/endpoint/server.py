@@ -1,18 +1,20 @@
-"""HTTP server on the loopback interface: one port per actor, one base URL per episode.
+"""HTTP server of an actor: one port, one base URL and one API key per episode.
 
 uvicorn speaks HTTP/1.1 and pauses reading from clients that send too much. This module adds the
 limits that uvicorn does not have: bytes per body, seconds per request, and the cancellation of a
-generation whose client has disconnected. A base URL contains a token that cannot be guessed; the
-holder of the token can call in the name of the episode until the episode ends. The token is looked
-up before the body is read: other users of the host can take neither memory nor open files.
+generation whose client has disconnected. A call names its episode in the URL and proves by the key,
+as `Authorization: Bearer` or `x-api-key`, that it is of its agent. The key is checked before the
+body is read: strangers can take neither memory nor open files.
 """
 
 import asyncio
+import errno
 import logging
 import secrets
+import socket
 import time
 from collections import Counter
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple, NoReturn
@@ -22,16 +24,23 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
 from actors.endpoint import chat_form, messages_form, responses_form
+from actors.endpoint.external import ExternalEpisodes, OpenedEpisode, start_key
 from actors.endpoint.request import ChatMessage, ChatRequest, RequestRefused
 from actors.endpoint.session import Completion, EndpointSession
 from actors.failures import FailureCounts
+from evolver_async.config import ConfigError
+from evolver_async.config.sections.rollout import EndpointConfig
 
-HOST = "127.0.0.1"
 MAX_BODY_BYTES = 16 << 20
-STRANGER_BYTES = 64 << 10  # of the body of a call without a token, which is answered all the same
-MAX_STRANGERS = 64  # connections without a token; the oldest one makes room for the next
-IDLE_S = 60.0  # time limit of a request's head and of its body; OpenAI's clients keep idle ones 5 s
-TOKEN_BYTES = 24
+STRANGER_BYTES = 64 << 10  # of the body of a call without a key, which is answered all the same
+MAX_STRANGERS = 512  # connections without a key; the oldest one makes room for the next
+BACKLOG = 256  # connections accepted at once, before any of them has brought its key
+# Time limit of a request's head and of its body. A kept connection may be idle as long: to close it
+# before its client does would cost a call that is just being sent (OpenAI's clients keep them 5 s).
+IDLE_S = 60
+ID_BYTES, KEY_BYTES = 12, 24
+PORTS = 64  # that are tried, from a given one on
+EPISODES = "episodes"  # the part of a URL in which an episode's id stands otherwise
 JSON, EVENTS = "application/json", "text/event-stream"
 
 log = logging.getLogger(__name__)
@@ -64,38 +73,64 @@ FORMS = {
 
 
 class EndpointServer:
-    """The HTTP endpoint of one actor. `agent` is the import path that messages name."""
+    """The HTTP endpoint of one actor. `agent` names the agent in messages; `external`: None if the
+    actor calls its agents itself. Raise ConfigError for a key that is not there."""
 
-    def __init__(self, agent: str, failures: FailureCounts) -> None:
+    def __init__(
+        self,
+        agent: str,
+        failures: FailureCounts,
+        settings: EndpointConfig,
+        external: ExternalEpisodes | None,
+    ) -> None:
         self.counts: Counter[str] = Counter()
         self._agent = agent
         self._failures = failures
+        self._settings = settings
+        self._external = external
         self._ignored: set[str] = set()  # keys that were logged
         self._sessions: dict[str, EndpointSession] = {}
-        self._strangers: dict[_Connection, None] = {}  # connections without a token, oldest first
+        self._keys: dict[str, bytes] = {}  # by the first part of a URL
+        if external is not None:
+            self._keys[EPISODES] = start_key(settings.key_env).encode()
+        self._strangers: dict[_Connection, None] = {}  # connections without a key, oldest first
         self._state = ServerState()
         self._listener: asyncio.Server | None = None
         self._starting = asyncio.Lock()
 
-    async def open(self, session: EndpointSession) -> tuple[str, str]:
-        """Serve an episode; return its base URL and the token that the URL contains."""
+    async def listen(self) -> None:
+        """Start listening, if it does not listen yet. Raise ConfigError for an address that it
+        cannot have."""
         async with self._starting:
             if self._listener is None:
                 self._listener = await self._listen()
-        token = secrets.token_urlsafe(TOKEN_BYTES)
-        self._sessions[token] = session
-        port = self._listener.sockets[0].getsockname()[1]
-        return f"http://{HOST}:{port}/{token}/v1", token
 
-    def close_session(self, token: str) -> None:
+    def open(self, session: EndpointSession) -> OpenedEpisode:
+        """Serve an episode."""
+        assert self._listener is not None, "it listens before its first episode"
+        id, key = secrets.token_hex(ID_BYTES), secrets.token_urlsafe(KEY_BYTES)
+        self._sessions[id], self._keys[id] = session, key.encode()
+        host, port = public_host(self._settings), self._listener.sockets[0].getsockname()[1]
+        host = f"[{host}]" if ":" in host else host
+        return OpenedEpisode(id, f"http://{host}:{port}/{id}/v1", key)
+
+    def close_session(self, id: str) -> None:
         """End an episode: cancel its calls and make its URL unknown."""
-        self._sessions.pop(token).close()
+        del self._keys[id]
+        self._sessions.pop(id).close()
 
     async def close(self) -> None:
         if self._listener is not None:
             self._listener.close()
         for connection in list(self._state.connections):
             connection.transport.abort()
+
+    def admits(self, scope: Any) -> bool:
+        """Return True if a request has the key that its URL needs."""
+        key = self._keys.get(_first(scope))
+        return key is not None and any(
+            secrets.compare_digest(given, key) for given in _given_keys(scope)
+        )
 
     async def _listen(self) -> asyncio.Server:
         """Start listening. `uvicorn.Server` would replace the actor's signal handlers."""
@@ -108,30 +143,46 @@ class EndpointServer:
             proxy_headers=False,
             access_log=False,
             log_config=None,
+            timeout_keep_alive=IDLE_S,
         )
         config.load()
-        connection = partial(_Connection, self._sessions, self._strangers, config, self._state, {})
-        return await asyncio.get_running_loop().create_server(connection, HOST, 0)
+        connection = partial(_Connection, self.admits, self._strangers, config, self._state, {})
+        bind, port = self._settings.bind, self._settings.port
+        ports = range(port, min(port + PORTS, 1 << 16)) if port else [0]
+        cause: OSError | None = None
+        for port in ports:
+            try:
+                server = await asyncio.get_running_loop().create_server(
+                    connection, bind, port, backlog=BACKLOG
+                )
+            except OSError as error:
+                cause = error
+            else:
+                log.info("agents call port %d of %s", server.sockets[0].getsockname()[1], bind)
+                return server
+        key = "port" if cause is not None and cause.errno == errno.EADDRINUSE else "bind"
+        where = f"{bind}, port {ports[0]} to {ports[-1]}"
+        raise ConfigError(f"rollout.endpoint.{key}: cannot listen on {where}: {cause}") from None
 
     async def _serve(self, scope: Any, receive: Any, send: Any) -> None:
         """Answer one request, as an ASGI application."""
         status, kind, closing = 200, JSON, []
-        session = self._sessions.get(_token(scope))
+        admitted = self.admits(scope)
         try:
-            if session is None:
-                await _refuse_stranger(receive)
+            if not admitted:
+                await self._refuse_stranger(scope, receive)
             self.counts["requests"] += 1
             body = await _read(receive, MAX_BODY_BYTES)
-            kind, content = await _until_disconnect(self._answer(session, scope, body), receive)
+            kind, content = await _until_disconnect(self._answer(scope, body), receive)
         except RequestRefused as refused:
-            if session is None:  # another user's, or of an episode that has ended
+            if not admitted:  # a stranger, or of an episode that has ended
                 log.warning("a call that may not be of %s is refused: %s", self._agent, refused)
-            else:
+            elif refused.status != 503:
                 self.counts["refused"] += 1
                 self._failures.note("agent_call", self._agent, f"refused: {refused}")
                 log.warning("a call of %s is refused: %s", self._agent, refused)
             status, content = refused.status, _refusal(scope, refused)
-            closing = [(b"connection", b"close")] * (session is None or status in (408, 413))
+            closing = [(b"connection", b"close")] * (not admitted or status in (408, 413))
         except ConnectionError:
             return
         except Exception:
@@ -143,9 +194,27 @@ class EndpointServer:
         await send({"type": "http.response.start", "status": status, "headers": headers})
         await send({"type": "http.response.body", "body": content})
 
-    async def _answer(self, session: EndpointSession, scope: Any, body: bytes) -> tuple[str, bytes]:
+    async def _refuse_stranger(self, scope: Any, receive: Any) -> NoReturn:
+        """Raise RequestRefused; a short body is received before, so that its sender hears of it."""
+        with suppress(RequestRefused):
+            await _read(receive, STRANGER_BYTES)
+        if _first(scope) in self._keys:
+            raise RequestRefused("the call has not the key of this URL", "invalid_api_key", 401)
+        raise RequestRefused("no running episode has this URL", "no_episode", 404)
+
+    async def _answer(self, scope: Any, body: bytes) -> tuple[str, bytes]:
         """Return content type and body of an answer. Raise RequestRefused."""
         method, path = scope["method"], _path(scope)
+        if _first(scope) == EPISODES and self._external is not None:
+            episode, _, rest = path.partition("/")
+            if (method, path) == ("POST", "start"):
+                return JSON, await self._external.start()
+            if (method, rest) == ("POST", "finish"):
+                return JSON, self._external.finish(episode, body)
+            raise RequestRefused(f"{method} {EPISODES}/{path} is not supported", "not_found", 404)
+        session = self._sessions.get(_first(scope))
+        if session is None:
+            raise RequestRefused("the episode has ended", "no_episode", 404)
         if (method, path) == ("GET", "v1/models"):
             return JSON, chat_form.models()
         form = FORMS.get(path)
@@ -161,13 +230,27 @@ class EndpointServer:
         return EVENTS if request.stream else JSON, encode(request, answers, int(time.time()))
 
 
-def _token(scope: Any) -> str:
-    """Return the part of a request's URL in which a token stands."""
+def public_host(settings: EndpointConfig) -> str:
+    """Return the host by which agents reach the endpoint of an actor on this host."""
+    everywhere = settings.bind in ("0.0.0.0", "::")
+    return settings.public_host or (socket.gethostname() if everywhere else settings.bind)
+
+
+def _first(scope: Any) -> str:
+    """Return the part of a request's URL that names its episode."""
     return scope["path"][1:].partition("/")[0]
 
 
+def _given_keys(scope: Any) -> Iterator[bytes]:
+    for name, value in scope["headers"]:
+        if name == b"x-api-key":
+            yield value
+        elif name == b"authorization" and value[:7].lower() == b"bearer ":
+            yield value[7:].strip()
+
+
 def _path(scope: Any) -> str:
-    """Return the part of a request's URL behind the token."""
+    """Return the part of a request's URL behind the one that names its episode."""
     return scope["path"][1:].partition("/")[2]
 
 
@@ -175,13 +258,6 @@ def _refusal(scope: Any, refused: RequestRefused) -> bytes:
     """Encode an error as the API that was called does, as OpenAI's where none was."""
     form = FORMS.get(_path(scope))
     return form.refusal(refused) if form is not None else chat_form.refusal(refused)
-
-
-async def _refuse_stranger(receive: Any) -> NoReturn:
-    """Raise RequestRefused; a short body is received before, so that its sender hears of it."""
-    with suppress(RequestRefused):
-        await _read(receive, STRANGER_BYTES)
-    raise RequestRefused("no running episode has this URL", "no_episode", 404)
 
 
 async def _read(receive: Any, limit_bytes: int) -> bytes:
@@ -231,14 +307,17 @@ async def _until_disconnect(answer: Any, receive: Any) -> tuple[str, bytes]:
 class _Connection(H11Protocol):
     """A connection that is closed if the head of a request takes longer than `IDLE_S`.
 
-    Until a request has named one of `sessions` it is one of `strangers`.
+    Until it has brought a request that is admitted, it is one of `strangers`.
     """
 
     def __init__(
-        self, sessions: Container[str], strangers: dict["_Connection", None], *uvicorns: Any
+        self,
+        admits: Callable[[Any], bool],
+        strangers: dict["_Connection", None],
+        *uvicorns: Any,
     ) -> None:
         super().__init__(*uvicorns)
-        self._sessions, self._strangers = sessions, strangers
+        self._admits, self._strangers = admits, strangers
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         super().connection_made(transport)
@@ -251,8 +330,8 @@ class _Connection(H11Protocol):
 
     def handle_events(self) -> None:
         super().handle_events()
-        if self.scope is not None and _token(self.scope) in self._sessions:
-            self._strangers.pop(self, None)
+        if self in self._strangers and self.scope is not None and self._admits(self.scope):
+            del self._strangers[self]
         if self.cycle is not None and not self.cycle.response_complete:
             self._idle.cancel()
 

@@ -3,7 +3,7 @@
 Every worker has a receiver of its own and a thread beside generation, which stages the versions
 that the actor asks for. The thread keeps a small file of the worker's state in a directory of the
 actor: versions, no weights. The actor reads all of them, and can adopt only what all workers hold.
-Nothing here imports vLLM.
+Nothing here imports vLLM, nor transformers unless adapters are merged.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 from torch import Tensor
 
-from evolver_async.model.policy import ModelError
+from evolver_async.model.tokenizer import ModelError
 from evolver_async.schema import WeightId
 from evolver_async.weights.channel.base import Receiver, WeightsCorrupt, WeightsGone
 from evolver_async.weights.factory import ReceiverSettings, receiver

@@ -38,6 +38,10 @@ class CheckpointError(Unrecoverable, ValueError):
     """Lack of a usable checkpoint; the message names the directory and the reason."""
 
 
+class NoCheckpointError(CheckpointError):
+    """Lack of any checkpoint that a run could continue from by itself."""
+
+
 class File(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
     """One file of a checkpoint."""
 
@@ -207,8 +211,8 @@ def load_newest(directory: Path, run_id: str) -> tuple[Path, Manifest]:
             log.warning("%s; going back to %s", problem, path.name)
         return path, manifest
     if problems:
-        raise CheckpointError(f"no valid checkpoint: {'; '.join(problems)}")
-    raise CheckpointError(f"{directory}: holds no checkpoint")
+        raise NoCheckpointError(f"no valid checkpoint: {'; '.join(problems)}")
+    raise NoCheckpointError(f"{directory}: holds no checkpoint")
 
 
 def _of_another(path: Path, manifest: Manifest, run_id: str) -> CheckpointError:

@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -89,13 +90,17 @@ def choose(directory: Path, run_id: str, step: int | str | None) -> Found:
         if not chosen:
             raise CheckpointError(f"{directory}: no checkpoint was evaluated, so none is best")
     else:
-        chosen = [path for path, manifest in found if manifest.step == step][-1:]
+        chosen = [path for path, manifest in reversed(found) if manifest.step == step]
     if not chosen:
         steps = ", ".join(map(str, sorted({manifest.step for _, manifest in found})))
         raise CheckpointError(
             f"{directory}: there is no checkpoint of step {step}, only of {steps or 'none'}"
         )
-    return chosen[0], checkpoint.verify(chosen[0], run_id)
+    *newer, oldest = chosen
+    for path in newer:
+        with suppress(CheckpointError):  # a damaged one, of which an older copy can be intact
+            return path, checkpoint.verify(path, run_id)
+    return oldest, checkpoint.verify(oldest, run_id)
 
 
 def go_back(directory: Path, source: Path, change: Callable[[dict[str, Any]], None]) -> Path:

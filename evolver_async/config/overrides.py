@@ -17,7 +17,7 @@ SECTIONS = (
 KEYS = {  # of sections whose other keys can differ by stage
     "policy": {item.name for item in fields(PolicyConfig)} - {"max_length"},
     "env": {"processes"},  # an actor's, which its stages share
-    "rollout": {"agent", "agent_reward", "template"},
+    "rollout": {"agent", "agent_reward", "endpoint", "template"},
     "buffer": {
         *("lease_s", "stall_s", "warn_s", "limit_bytes", "disk_limit_bytes", "segment_bytes"),
         *("archive", "address"),

@@ -35,6 +35,10 @@ KEEP_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(1 << 30), "MALLOC_MMAP_THRESHOLD_":
 FEW_SHAPES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "8", "LRU_CACHE_CAPACITY": "8"}
 
 
+class Unreachable(Exception):
+    """The service that places processes is gone; the message says what to do."""
+
+
 class Handle(Protocol):
     """A process wherever it runs, as `subprocess.Popen` holds one of this host.
 
@@ -122,6 +126,10 @@ class Spawner(ABC):
     ) -> Handle:
         """Start a process with these arguments of the command line, and those of its place."""
 
+    def answers(self) -> bool:
+        """False while the service that places processes is silent; Unreachable after too long."""
+        return True
+
     def moves(self, handle: Handle) -> bool:
         """True if a process must leave its place, and can go on in another one."""
         return False
@@ -129,6 +137,10 @@ class Spawner(ABC):
     def bound(self, role: str) -> bool:
         """True if processes of a role have one place only."""
         return True
+
+    def place_of(self, role: str) -> str:
+        """Name the place of a role that has no other one, and how to give it another."""
+        return "place"
 
     def hinders(self, handle: Handle, waiting: Handle) -> bool:
         """True if the place of a process can serve one that waits for its own."""
@@ -145,6 +157,13 @@ class Spawner(ABC):
         if role == "learner" and self.config.learner.ranks > 1:
             arguments += ["--rank", str(rank)]
         return self.place(role, name, incarnation, rank, arguments)
+
+    def failed(self, name: str, cause: str, code: int) -> "FailedStart":
+        """Note in the log of a process why it cannot be started; return its handle."""
+        line = f"{utc()} ERROR {__name__}: {name} cannot be started: {cause}\n"
+        with suppress(OSError), open(self.log_file(name), "a", encoding="utf-8") as log_file:
+            log_file.write(line)
+        return FailedStart(code)
 
     def start_others(self, role: str, name: str, incarnation: int) -> list[Handle]:
         """Start the ranks of a learner beside its first."""
@@ -245,10 +264,7 @@ class LocalSpawner(Spawner):
                     env=os.environ | variables | gpus,
                 )
         except OSError as error:  # memory, process numbers or disk are short at this moment
-            line = f"{utc()} ERROR {__name__}: {name} cannot be started: {error}\n"
-            with suppress(OSError), open(self.log_file(name), "a", encoding="utf-8") as log_file:
-                log_file.write(line)
-            return FailedStart(DISK_FULL if lacks_room(error) else CRASHED)
+            return self.failed(name, str(error), DISK_FULL if lacks_room(error) else CRASHED)
 
 
 def ending(code: int) -> str:

@@ -1,6 +1,8 @@
 """Resumption of a run: changes of its configuration, its checkpoint, and what must not change."""
 
+import shlex
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -8,7 +10,14 @@ from typing import Any
 from evolver_async.buffer.log.quarantine import JournalError
 from evolver_async.buffer.log.reader import JournalReader
 from evolver_async.checkpoint import history
-from evolver_async.checkpoint.directory import exists, resumable
+from evolver_async.checkpoint.directory import (
+    CheckpointError,
+    NoCheckpointError,
+    exists,
+    resumable,
+    valid,
+    verify,
+)
 from evolver_async.config import Config
 from evolver_async.config.load import dump, load_written, stage_as_written, stage_config
 from evolver_async.config.paths import with_absolute_paths
@@ -23,7 +32,7 @@ from evolver_async.launch.creation import (
     with_own_tasks,
     with_snapshot,
 )
-from evolver_async.launch.run_directory import ACTORS, CREATING, PAUSED, config_of
+from evolver_async.launch.run_directory import ACTORS, CREATING, PAUSED, config_of, origin_of
 from evolver_async.launch.start_checks import check_start
 
 MAY_CHANGE = (
@@ -62,7 +71,7 @@ def resume(run_dir: Path, dotlist: Sequence[str], step: int | str | None = None)
     checkpoints = run_dir / "checkpoints"
     chosen = None
     if step is not None or exists(checkpoints):
-        chosen, manifest = history.choose(checkpoints, run_dir.name, step)
+        chosen, manifest = choose(run_dir, step)
         check_weights(before, config, manifest.files, "on resume")
         check_continues(run_dir, before, config, history.numbers(chosen))
     if config != before:
@@ -80,6 +89,37 @@ def resume(run_dir: Path, dotlist: Sequence[str], step: int | str | None = None)
     if incomplete:
         config = complete(config, run_dir)
     return config
+
+
+def choose(run_dir: Path, step: int | str | None) -> history.Found:
+    """Return the verified checkpoint of a step, the `best`, or with None the newest.
+
+    Raises CheckpointError, with the command that does without it where no other one is left.
+    """
+    checkpoints = run_dir / "checkpoints"
+    try:
+        return history.choose(checkpoints, run_dir.name, step)
+    except NoCheckpointError as error:
+        raise NoCheckpointError(f"{error}; {_way_on(run_dir)}") from None
+
+
+def _way_on(run_dir: Path) -> str:
+    """Return the command by which a run without a usable newest checkpoint can go on, in words."""
+    command = "evolver-async train --resume"
+    run = shlex.quote(str(run_dir))
+    for path, manifest in reversed(valid(run_dir / "checkpoints")):  # those that the run has left
+        with suppress(CheckpointError):
+            verify(path, run_dir.name)
+            return f"an earlier one is intact: {command} {run} --step {manifest.step}"
+    origin = origin_of(run_dir)
+    if origin is None:
+        way = f"begin anew with the first model of this run: {command} {run} --fork NAME --step 0"
+    elif origin.kind == "fork":
+        earlier = shlex.quote(origin.run)
+        way = f"fork its origin again: {command} {earlier} --fork NAME --step {origin.step}"
+    else:
+        way = "train it again as it was trained, by rerun"
+    return f"put an intact copy in its place, or {way}"
 
 
 def check_weights(before: Config, after: Config, files: Iterable[str], where: str) -> None:

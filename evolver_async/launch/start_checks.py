@@ -101,6 +101,8 @@ def check_addresses(config: Config) -> None:
         derived = experience_address(config, config.buffer.address)
         addresses.append(("buffer.address", derived))
     others = [("weights.address", config.weights.address)]
+    if here and config.rollout.agent:
+        check_free("rollout.endpoint.bind", f"{config.rollout.endpoint.bind}:0")
     _refuse_equal([*addresses, *others, ("metrics.prometheus", config.metrics.prometheus)])
     try:
         if keys is not None:

@@ -27,8 +27,17 @@ import psutil
 from evolver_async.buffer.monitor.stalls import ALERT_PAUSE_S, LIFE
 from evolver_async.checkpoint import directory as checkpoint
 from evolver_async.config import Config
-from evolver_async.errors import DISK_FAILED, DISK_FULL, EVALUATION_LOST, USER_ERROR
-from evolver_async.launch.child import FINAL, Child, FailedStart, Handle, Spawner, ending
+from evolver_async.errors import DISK_FAILED, DISK_FULL, EVALUATION_LOST, UNPLACED, USER_ERROR
+from evolver_async.launch.child import (
+    CRASHED,
+    FINAL,
+    Child,
+    FailedStart,
+    Handle,
+    Spawner,
+    Unreachable,
+    ending,
+)
 from evolver_async.launch.run_directory import announce
 from evolver_async.launch.scaling import ActorScaling
 from evolver_async.metrics.alerts import alert
@@ -47,7 +56,9 @@ PLACE_S = 15.0  # for a learner's place, until another actor makes room for it
 ROOM_S = 2.0  # between two looks at the disks
 FULL_BYTES = 1 << 16  # of a disk with so little room nothing useful can be written
 OUTAGE_S = 60.0  # in which all failures of the disk under a process use one restart of its budget
-FULL_PAUSE_S = 5.0  # until a process that found no room on its disk is started again
+FULL_PAUSE_S = 5.0  # until a process that found no room is started again
+WAITING = (DISK_FULL, UNPLACED)  # exit codes after which a process is started as often as needed
+HURRY_S = 3.0  # for a role to end where all of its processes are about to be killed
 LATE_S = 2.0  # for an answer of the buffer while the run goes on
 LONGEST_STEPS = 3  # for which a stopped learner may compute
 STILL_S = 10.0  # without a sign of work, several beats
@@ -85,6 +96,7 @@ class Supervisor:
         self.children: list[Child] = []
         self.signals: list[int] = []
         self.drained = ""  # the child whose node is drained and that has no other: the run ends
+        self.hurries = False  # only the learner may take its time to end
         self.room_due = 0.0  # time at which the next actor makes room for a learner
         self.first_incarnation = announce(run_dir, spawner.address) * INCARNATIONS
         self.scaling = ActorScaling(config, run_dir)
@@ -113,6 +125,10 @@ class Supervisor:
             except RunFailed as failure:
                 log.error("%s", failure)
                 return failure.code
+            except Unreachable as error:
+                log.error("%s", error)
+                self.hurries = True
+                return CRASHED
             finally:
                 self.end()
         if self.finished():
@@ -153,9 +169,10 @@ class Supervisor:
         while not (self.signals or self.drained):
             if self.finished():
                 return
-            for child in list(self.children):
-                self.supervise(child, time.monotonic())
-            self.scale(time.monotonic())
+            if self.spawner.answers():
+                for child in list(self.children):
+                    self.supervise(child, time.monotonic())
+                self.scale(time.monotonic())
             self.ask_buffer(time.monotonic())
             self.check_room(time.monotonic())
             time.sleep(POLL_S)
@@ -310,7 +327,8 @@ class Supervisor:
             return None
         if child.moves or any(map(self.spawner.lost, child.processes)):
             if self.spawner.bound(child.role):
-                raise RunFailed(f"{child.name} is lost with its node, and has no other place", 1)
+                place = self.spawner.place_of(child.role)
+                raise RunFailed(f"{child.name} is lost with its node, and has no other {place}", 1)
             left = "has left a node that is drained" if child.moves else "is lost with its node"
             log.warning("%s %s, and starts on another", child.name, left)
             return self.restart(child, now)
@@ -352,7 +370,7 @@ class Supervisor:
         if now - child.started >= self.config.launch.healthy_s:
             child.restarts = 0
         return (
-            code == DISK_FULL
+            code in WAITING
             or self.in_outage(child, code, now)
             or (code not in FINAL and child.restarts < self.config.launch.restarts)
         )
@@ -373,8 +391,8 @@ class Supervisor:
                 f"{self.spawner.log_tail(child)}",
                 1,
             )
-        # the disk is to blame, and none of the budget is used, or no more of it
-        if code == DISK_FULL or self.in_outage(child, code, now):
+        # disk or cluster are to blame, and none of the budget is used, or no more of it
+        if code in WAITING or self.in_outage(child, code, now):
             child.due = now + FULL_PAUSE_S
             log.warning("%s: %s", child.name, self.spawner.last_error(child))
             return
@@ -427,6 +445,8 @@ class Supervisor:
         checkpoint, or of its computations, for which it has a multiple of its longest step.
         """
         began, drain_s, warned = time.monotonic(), self.config.launch.drain_s, False
+        if self.hurries and role != "learner":
+            drain_s = min(drain_s, HURRY_S)
         checkpoints = self.run_dir / "checkpoints" if role == "learner" else None
         progress, deadline = checkpoints and checkpoint.progress(checkpoints), began + drain_s
         asked, work = began, ""

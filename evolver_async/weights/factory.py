@@ -5,11 +5,9 @@ import torch
 
 from evolver_async.config import Config, ConfigError
 from evolver_async.config.sections.channel import channel, versions_kept
-from evolver_async.model.precision import stored_dtype
 from evolver_async.weights.channel.base import Publisher, Receiver
 from evolver_async.weights.collective.channel import CollectivePublisher, CollectiveReceiver
 from evolver_async.weights.cuda_ipc import CudaMemory, IpcPublisher, IpcReceiver
-from evolver_async.weights.lora_receiver import Merger, MergingReceiver
 from evolver_async.weights.shm import ShmPublisher, ShmReceiver
 
 
@@ -50,6 +48,8 @@ def publisher(config: Config, address: str, background: bool = True) -> Publishe
 
 def receiver_settings(config: Config, address: str) -> ReceiverSettings:
     """Describe the receivers of a run; `address` is that of WELCOME."""
+    from evolver_async.model.precision import stored_dtype  # imports transformers
+
     policy, lora = config.policy, config.policy.lora
     return ReceiverSettings(
         kind=channel(config),
@@ -66,6 +66,8 @@ def receiver(settings: ReceiverSettings, device: str, name: str = "") -> Receive
     """Make a receiver in the process that samples on `device`; it is called `name` in logs."""
     made = _receiver(settings, device, name)
     if settings.base:
+        from evolver_async.weights.lora_receiver import Merger, MergingReceiver  # as above
+
         return MergingReceiver(made, Merger(settings.base, settings.dtype, settings.scale))
     return made
 

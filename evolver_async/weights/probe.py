@@ -13,8 +13,7 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
-from evolver_async.model import policy
-from evolver_async.model.attention import Borders
+from evolver_async.model.borders import Borders
 from evolver_async.randomness import key
 from evolver_async.weights.channel.source import Part, WeightSource, WholeTensors
 
@@ -50,6 +49,8 @@ def write(
     All ranks of a sharded model call this together. `max_length`: tokens of context, of which an
     engine needs one for a token of its own. `packed`: True if the model's rows are packed.
     """
+    from evolver_async.model import policy  # imports transformers, which receivers do without
+
     vocabulary = getattr(model, "config").vocab_size  # noqa: B009 (a Module types it as a Tensor)
     generator = torch.Generator().manual_seed(key(seed, "probe"))
     tokens = torch.randint(0, vocabulary, (1,), generator=generator).tolist()
@@ -69,6 +70,8 @@ def write(
 @torch.no_grad()
 def measure(model: nn.Module, tokens: list[int], *, packed: bool) -> Probe:
     """Score the text that `write` made. All ranks of a sharded model call this together."""
+    from evolver_async.model import policy  # as in `write`
+
     tokens_1T, borders = _row(model, tokens, packed)
     mask_1T = torch.ones_like(tokens_1T)
     logprobs_1T, _ = policy.token_logprobs(model, tokens_1T, mask_1T, borders=borders)

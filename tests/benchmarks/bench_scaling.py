@@ -5,7 +5,9 @@
 Each environment step takes a lognormal time (median 2 s, sigma 1). One run is scaled from number to
 number with `evolver-async scale`; then back to 1. Of every number: accepted trajectories and groups
 per second, the efficiency against the first, processor cores in use by all processes, the share of
-its time in which the learner waited. After that the longest step of
+its time in which the learner waited; the trajectories of the least, the median and the busiest
+actor; the memory of an actor, resident and in proportion to those that share it. After that the
+longest step of
 the learner while actors joined or left, beside that of each window; the time from an engine that is
 loaded to its first ticket; and the ledger.
 """
@@ -18,11 +20,14 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import psutil
 
+from evolver_async.buffer.log.reader import JournalReader
+from evolver_async.buffer.state import records
 from evolver_async.config import ConfigError
 from evolver_async.durations import since_1970
 from evolver_async.launch.run_directory import address_of, scale
@@ -112,6 +117,7 @@ class Running:
         """Measure until enough trajectories were accepted."""
         self.tail.rows()
         first, cpu, began = self.received(), self.cpu_s(), time.monotonic()
+        played = self.played()
         while True:
             time.sleep(1.0)
             passed, now = time.monotonic() - began, self.received()
@@ -119,12 +125,40 @@ class Running:
                 break
         rows = [row for row in self.tail.rows() if "time/wait_s" in row]
         waited = sum(row["time/wait_s"] for row in rows)
+        shares = (self.played() - played).values()
         return {
+            "least": min(shares),
+            "median": statistics.median(shares),
+            "most": max(shares),
+            **self.memory(),
             "groups_per_s": (now[0] - first[0]) / passed,
             "trajectories_per_s": (now[1] - first[1]) / passed,
             "cores": (self.cpu_s() - cpu) / passed,
             "waits": waited / passed,
             "longest_step_s": longest(rows),
+        }
+
+    def played(self) -> Counter[str]:
+        """Trajectories by the actor that was granted their group."""
+        owners, found = {}, Counter[str]()
+        for record, _ in JournalReader(self.run_dir / "journal").read():
+            if isinstance(record, records.Granted):
+                owners[record.group_id] = record.actor
+            elif isinstance(record, records.Arrived) and record.group_id in owners:
+                found[owners[record.group_id]] += 1
+        return found
+
+    def memory(self) -> dict[str, float]:
+        """Mean MiB of an actor."""
+        actors = [
+            one.memory_full_info()
+            for one in psutil.Process(self.process.pid).children(recursive=True)
+            if one.cmdline()[3:4] == ["actor"]
+        ]
+        mib = len(actors) * (1 << 20)
+        return {
+            "rss": sum(one.rss for one in actors) / mib,
+            "pss": sum(one.pss for one in actors) / mib,
         }
 
     def received(self) -> tuple[float, float]:
@@ -218,7 +252,9 @@ def report(
     print(
         f"{launch} {count:3d} actors: {now['groups_per_s']:6.2f} groups/s,"
         f" {now['trajectories_per_s']:7.2f} trajectories/s, efficiency {efficiency:.2f},"
-        f" {now['cores']:.2f} cores, learner waits {now['waits']:.0%}",
+        f" {now['cores']:.2f} cores, learner waits {now['waits']:.0%}; trajectories of an actor"
+        f" {now['least']:.0f} to {now['most']:.0f}, median {now['median']:.0f};"
+        f" {now['rss']:.0f} MiB of an actor, in proportion {now['pss']:.0f}",
         flush=True,
     )
 

@@ -133,6 +133,7 @@ def test_train_commands_are_accepted(
     """By all that is checked before a start, but for what only its reader has."""
     monkeypatch.syspath_prepend(ROOT)
     monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("EPISODES_KEY", "a-key-of-the-test")
     recipe, *changes = shlex.split(command)
     config = load(recipe_path(recipe), changes)
     reader_has = "my_" in command or "tasks.path=" in command

@@ -1,13 +1,14 @@
 """The examples of the tutorials run as they stand."""
 
 import runpy
+import subprocess
 import sys
 from pathlib import Path
 from statistics import fmean
 
 import pytest
 from arm_agent import make_policy
-from launches import is_step, launching
+from launches import free_port, is_step, launching
 from serial_runs import Finished, trainer
 
 from actors.checks.config import check as check_rollouts
@@ -100,6 +101,29 @@ def test_the_agent_with_a_tool_trains(tmp_path: Path) -> None:
     (counted,) = [row for row in rows if "agent/episodes" in row][-1:]
     assert counted["agent/exceptions"] == counted["agent/refused"] == 0
     assert counted["agent/calls"] > counted["agent/episodes"] > 0
+
+
+@pytest.mark.slow
+def test_an_agent_elsewhere_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a process of its own, which cannot import anything of ours."""
+    port = free_port()
+    monkeypatch.setenv("EPISODES_KEY", "a-key-of-the-test")
+    variables = {"ENDPOINT": f"http://127.0.0.1:{port}", "EPISODES_KEY": "a-key-of-the-test"}
+    program = [sys.executable, "-I", str(EXAMPLES / "elsewhere.py")]
+    agent = subprocess.Popen(program, env=variables, cwd=tmp_path)
+    try:
+        small = ["policy.hidden_size=32", "stages.0.steps=2", "rollout.group_size=4"]
+        small += ["learner.groups_per_step=2", "eval.episodes=2", "eval.final_episodes=2"]
+        small += [f"rollout.endpoint.port={port}", "buffer.warn_s=4"]
+        rows = train("elsewhere", tmp_path, *small, steps=2)
+        assert agent.poll() is None
+    finally:
+        agent.kill()
+        agent.wait()
+    (counted,) = [row for row in rows if "agent/episodes" in row][-1:]
+    assert counted["agent/exceptions"] == counted["agent/late"] == 0
+    assert counted["agent/episodes"] >= 2 * 4  # of the last report
+    assert all(0 < row["train/reward_mean"] <= 1 for row in rows if is_step(row))
 
 
 def train(name: str, directory: Path, *changes: str, steps: int) -> list[dict]:

@@ -1,21 +1,24 @@
-"""What users bring fails, and the console says so: which, how and how often, within 10 s.
+"""What users bring fails, and the console or STATUS says so: which, how, how often, within 10 s.
 
 Every case is a real run as small as it can be, ended as soon as it was seen.
 """
 
+import asyncio
 import re
 import subprocess
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import broken
 import pytest
-from launches import COMMAND, wait_for
-from openai_server import OpenAIServer, closed_url
+from launches import COMMAND, DEADLINE_S, wait_for
+from openai_server import OpenAIServer
 
 from evolver_async.durations import since_1970
+from evolver_async.launch.run_directory import address_of
+from evolver_async.watch.status import ask, status_lines
 
 WITHIN_S = 10.0
 RECIPE = f"""
@@ -49,6 +52,15 @@ class Console:
             return 0.0
 
         return wait_for(look, f"{pattern!r}; {self.printed.read_text(errors='replace')}")
+
+    def waits_for_status(self, pattern: str) -> float:
+        """The moment at which `evolver-async status` has such a line."""
+
+        def look() -> float:
+            status = asyncio.run(ask(address_of(self.run_dir), timeout_s=DEADLINE_S))
+            return time.time() if re.search(pattern, "\n".join(status_lines(status))) else 0.0
+
+        return wait_for(look, repr(pattern))
 
     def logged(self, words: str) -> float:
         """When the actor first logged these words."""
@@ -88,27 +100,32 @@ def happened(tmp_path: Path, name: str) -> float:
 
 
 def check_quick(what: str, seen: float, happened: float) -> None:
-    print(f"{what}: on the console {seen - happened:.1f} s after it happened")
+    print(f"{what}: told {seen - happened:.1f} s after it happened")
     assert seen - happened < WITHIN_S, what
 
 
-AGENTS = {
-    "raises": r"agent broken:raises failed \S+( times)?, last: KeyError: 'no such arm'",
-    "hangs": r"agent broken:hangs failed \S+( times)?, last: TimeoutError: env.episode_timeout_s",
-    "asks_for_less": r"agent call broken:asks_for_less failed .*refused: top_p",
-    "calls_on": r"agent call broken:calls_on failed .*refused: an episode has at most 1 calls",
-    "earns_nothing": r"agent broken:earns_nothing failed .*ValueError: it returned NoneType",
+AGENT = {  # the mistakes of broken.fails, in their order
+    "raises": r"agent broken:fails failed \S+( times)?, last: KeyError: 'no such arm'",
+    "asks_for_less": r"agent call broken:fails failed .*refused: top_p",
+    "earns_nothing": r"agent broken:fails failed .*ValueError: it returned NoneType",
+    "calls_on": r"agent call broken:fails failed .*refused: an episode has at most 1 calls",
+    "hangs": r"agent broken:fails failed .*last: TimeoutError: env.episode_timeout_s",
 }
 
 
-@pytest.mark.parametrize("name", AGENTS)
-def test_an_agent_that_fails_is_on_the_console(
-    run: Callable[..., Iterator[Console]], tmp_path: Path, name: str
+def test_an_agent_that_fails_in_one_way_after_the_other_is_told_each_time(
+    run: Callable[..., Iterator[Console]], tmp_path: Path
 ) -> None:
-    limit = f"env.episode_timeout_s={broken.LIMIT_S if name == 'hangs' else 60}"
-    with run(f"rollout.agent=broken:{name}", limit) as console:  # type: ignore[attr-defined]
-        seen = console.waits_for(AGENTS[name])
-    check_quick(name, seen, happened(tmp_path, name))
+    """The console repeats who fails after half a minute alone: STATUS has later ways to fail."""
+    mistake, following = tmp_path / broken.MISTAKE, tmp_path / "following"
+    mistake.write_text("raises")
+    patient = (f"env.episode_timeout_s={broken.LIMIT_S}", "buffer.max_attempts=1000")
+    with run("rollout.agent=broken:fails", *patient) as console:  # type: ignore[attr-defined]
+        for index, (name, pattern) in enumerate(AGENT.items()):
+            following.write_text(name)
+            following.replace(mistake)
+            seen = console.waits_for(pattern) if index < 2 else console.waits_for_status(pattern)
+            check_quick(name, seen, happened(tmp_path, name))
 
 
 def test_environments_that_fail_are_on_the_console_and_an_async_one_works(
@@ -130,26 +147,20 @@ def test_environments_that_fail_are_on_the_console_and_an_async_one_works(
     assert "broken:Awaited failed" not in console.printed.read_text()
 
 
-def test_a_judge_that_is_down_and_a_policy_that_nobody_reads_are_on_the_console(
+def test_a_policy_that_nobody_reads_and_a_judge_that_answers_nonsense_and_goes_are_told(
     run: Callable[..., Iterator[Console]],
 ) -> None:
-    url = closed_url()
-    judge = ("judge.kind=llm", f"judge.llm.url={url}", "judge.llm.model=m", "judge.llm.retries=0")
-    with run(*judge) as console:  # type: ignore[attr-defined]
-        policy = r"policy rollout.format=think_answer failed .*no turn of 2 episodes could be read"
-        seen = console.waits_for(policy)
-        check_quick("unreadable", seen, console.logged("no turn of"))
-        seen = console.waits_for(rf"judge {re.escape(url)} failed .*ConnectError")
-        check_quick("judge that is down", seen, console.logged("stays unlabelled"))
-
-
-def test_a_judge_that_answers_nonsense_is_on_the_console(
-    run: Callable[..., Iterator[Console]],
-) -> None:
-    with OpenAIServer(otherwise="the weather is fine") as server:
-        judge = ("judge.kind=llm", f"judge.llm.url={server.url}", "judge.llm.model=m")
+    with ExitStack() as listening:
+        url = listening.enter_context(OpenAIServer(otherwise="the weather is fine")).url
+        judge = ["judge.kind=llm", f"judge.llm.url={url}", "judge.llm.model=m"]
+        judge += ["judge.llm.retries=0", "judge.llm.breaker_s=1"]
         with run(*judge) as console:  # type: ignore[attr-defined]
-            seen = console.waits_for(
-                rf"judge {re.escape(server.url)} failed .*the answer cannot be parsed"
-            )
+            policy = r"policy rollout.format=think_answer failed .*no turn of 2 episodes could be"
+            seen = console.waits_for(policy)
+            check_quick("unreadable", seen, console.logged("no turn of"))
+            failed = rf"judge {re.escape(url)} failed "
+            seen = console.waits_for(rf"{failed}.*the answer cannot be parsed")
             check_quick("nonsense", seen, console.logged("the answer cannot be parsed"))
+            listening.close()
+            closed = time.time()
+            check_quick("gone", console.waits_for_status(rf"{failed}.*ConnectError"), closed)

@@ -80,15 +80,15 @@ def test_an_actor_behind_a_bad_network_disturbs_nobody_and_comes_back(
 
     try:
         wait_for(plays, f"{FAR} to play")
-        run.wait_for_steps(5)
+        run.wait_for_steps(3)
         if host.disturb("delay", "40ms", "20ms", "loss", "2%"):
-            run.wait_for_steps(5)
+            run.wait_for_steps(3)
             wait_for(plays, f"{FAR} to play over a bad line")
             host.calm()
         host.cut()
         wait_for(lambda: heard()["leases"] == 0, "its leases to end")
         run.rows()
-        run.wait_for_steps(5)
+        run.wait_for_steps(3)
         host.heal()
         wait_for(plays, f"{FAR} to play again")
     finally:

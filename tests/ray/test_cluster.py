@@ -1,7 +1,6 @@
 """A run on a Ray cluster of two nodes: what is lost with a node, and what nobody may read."""
 
 import re
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -13,7 +12,7 @@ import pytest
 import ray
 from invariants import check_journal
 from launches import Launch, alive, wait_for
-from ray_nodes import Nodes
+from ray_nodes import Nodes, free_port
 
 from evolver_async.checkpoint.directory import valid
 from evolver_async.config.load import load
@@ -49,12 +48,6 @@ launch: {{kind: ray, ray: {{address: auto}}, restarts: 1, backoff_s: 0.1}}
 run: {{dir: {directory}, name: run}}
 """
 KILLS = 5
-
-
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return one.getsockname()[1]
 
 
 @pytest.fixture(scope="module")

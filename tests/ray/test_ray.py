@@ -4,6 +4,8 @@ import asyncio
 import re
 import signal
 import tempfile
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,9 +21,14 @@ from evolver_async.checkpoint.directory import valid
 from evolver_async.cli import main
 from evolver_async.config import ConfigError
 from evolver_async.config.load import load
+from evolver_async.errors import UNPLACED
+from evolver_async.launch.child import Unreachable
+from evolver_async.launch.ray_cluster import head as heads
+from evolver_async.launch.ray_cluster import spawner as spawning
 from evolver_async.launch.ray_cluster.handle import RayHandle
+from evolver_async.launch.ray_cluster.head import HeadService, NodeView
 from evolver_async.launch.ray_cluster.host import Order, ProcessHost
-from evolver_async.launch.ray_cluster.launcher import check, learner_home_of
+from evolver_async.launch.ray_cluster.launcher import check, connect, learner_home_of
 from evolver_async.launch.ray_cluster.spawner import RaySpawner, forwarded
 
 RECIPE = """
@@ -57,6 +64,14 @@ ELSEWHERE = [node("home", CPU=4.0), node("other", CPU=4.0, GPU=2.0)]
 TCP = "buffer.address=tcp://10.0.0.1:4000"
 KEYS, SHARED = "security.keys=k", "weights.dir=/shared"
 BIG = ["launch.ray.actor_gpus=3"]
+
+
+def head_with(*nodes: str) -> Any:
+    """The head of a cluster of these nodes."""
+    return SimpleNamespace(now=lambda: NodeView(frozenset(nodes)), view=NodeView(frozenset(nodes)))
+
+
+HEAD = head_with()
 
 
 def weights_at(host: str) -> str:
@@ -112,6 +127,11 @@ def weights_at(host: str) -> str:
             "weights.address: 10.255.255.1 is no node of the cluster now; name one of these:"
             " host-home 10.0.0.1, host-other 10.0.0.2",
         ),
+        (
+            TWO,
+            ["buffer.address=tcp://10.255.255.1:4000", KEYS, SHARED],
+            "buffer.address: 10.255.255.1 is no node of the cluster now; name one of these:",
+        ),
         (TWO, [TCP, KEYS, weights_at("10.0.0.1")], ""),
         (
             TWO,
@@ -133,7 +153,6 @@ def weights_at(host: str) -> str:
             ["launch.ray={learner_gpus: 1, shared: true}", TCP, KEYS, weights_at("10.0.0.1")],
             "1 with 1 GPUs each need 1 there, and the node of weights.address has 0",
         ),
-        (ONE, ["launch.ray.address=ray://h:1"], "buffer.address: processes on ray://h:1 need tcp"),
     ],
 )
 def test_what_these_nodes_cannot_do_is_named(
@@ -146,6 +165,14 @@ def test_what_these_nodes_cannot_do_is_named(
     with pytest.raises(ConfigError, match=re.escape(message)):
         check(config, nodes, "home")
     return None
+
+
+def test_the_client_of_ray_is_refused_with_what_to_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match=r"launch\.ray\.address: .*ray job submit"):
+        load(None, ["launch.ray.address=ray://10.0.0.1:10001", "stages=[{steps: 1}]"])
+    monkeypatch.setenv("RAY_ADDRESS", "ray://10.0.0.1:10001")
+    with pytest.raises(ConfigError, match=r"RAY_ADDRESS: .*ray job submit"):
+        connect(load(None, ["launch.kind=ray", "stages=[{steps: 1}]"]))
 
 
 def test_an_autoscaler_may_bring_what_an_actor_asks_for() -> None:
@@ -179,14 +206,14 @@ def test_a_learner_runs_on_the_node_at_which_it_publishes(
     ids = {"": "", "home": "0" * 56, "other": "1" * 56}
     nodes = [one | {"NodeID": ids[one["NodeID"]]} for one in TWO]
     place = learner_home_of(config, nodes, ids["home"])
-    spawner = RaySpawner(config, tmp_path, "ipc:///none", ids["home"], place)
+    spawner = RaySpawner(config, tmp_path, "ipc:///none", ids["home"], place, HEAD)
     assert place == ids[expected] and spawner.bound("learner") == bool(expected)
     assert spawner.bound("buffer") and not spawner.bound("actor")
 
 
 def test_a_learner_that_asks_for_nothing_takes_nothing_from_its_node(tmp_path: Path) -> None:
     config = load(None, ["launch={kind: ray, ray: {learner_cpus: 0}}", "stages=[{steps: 1}]"])
-    spawner = RaySpawner(config, tmp_path, "ipc:///none", "0" * 56, "1" * 56)
+    spawner = RaySpawner(config, tmp_path, "ipc:///none", "0" * 56, "1" * 56, HEAD)
     assert spawner._strategy("learner", 0).node_id == "1" * 56
     assert not spawner.groups  # the least CPU is too much where there is none, or actors need it
 
@@ -240,7 +267,7 @@ def test_a_process_that_ray_cannot_place_has_ended_with_an_error(
     monkeypatch.setattr(ray, "wait", lambda replies, timeout: (replies, []))
     monkeypatch.setattr(ray, "get", get)
     host = SimpleNamespace(start=SimpleNamespace(remote=lambda order: order))
-    handle = RayHandle("actor-0", host, Order([], {}, ""), "1 CPUs", tmp_path / "actor-0.log")
+    handle = RayHandle("actor-0", host, Order([], {}, ""), "1 CPUs", tmp_path / "actor-0.log", HEAD)
     monkeypatch.setattr(ray, "kill", lambda _: None)
     assert handle.poll() == 1
     said = (tmp_path / "actor-0.log").read_text()
@@ -263,7 +290,7 @@ def test_a_process_that_cannot_be_watched_is_ended(
     monkeypatch.setattr(ray, "kill", killed.append)
     call = SimpleNamespace(remote=lambda order: order)
     host = SimpleNamespace(start=call, watch=call)
-    handle = RayHandle("actor-0", host, Order([], {}, ""), "1 CPUs", tmp_path / "actor-0.log")
+    handle = RayHandle("actor-0", host, Order([], {}, ""), "1 CPUs", tmp_path / "actor-0.log", HEAD)
     assert handle.poll() == 1 and killed == [host]
     assert "its node cannot watch it: Too many open files" in handle.log_file.read_text()
 
@@ -280,7 +307,7 @@ def test_a_process_whose_start_is_not_answered_is_ended(
     monkeypatch.setattr(ray, "get", get)
     monkeypatch.setattr(ray, "kill", killed.append)
     host = SimpleNamespace(start=SimpleNamespace(remote=lambda order: order))
-    handle = RayHandle("actor-0", host, Order([], {}, ""), "1 CPUs", tmp_path / "actor-0.log")
+    handle = RayHandle("actor-0", host, Order([], {}, ""), "1 CPUs", tmp_path / "actor-0.log", HEAD)
     assert handle.poll() == -signal.SIGKILL and killed == [host]
 
 
@@ -288,22 +315,61 @@ def test_a_process_whose_node_went_before_it_was_placed_is_lost_with_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ray goes on waiting for it."""
-    nodes = [{"NodeID": name, "Alive": name == "here"} for name in ("here", "gone")]
+    head = head_with("here")
     monkeypatch.setattr(ray, "wait", lambda replies, timeout: ([], replies))
-    monkeypatch.setattr(ray, "nodes", lambda: nodes)
     monkeypatch.setattr(ray, "kill", lambda _: None)
     monkeypatch.setattr("evolver_async.launch.ray_cluster.handle.PATIENCE_S", 0.0)
     config = load(None, ["launch.kind=ray", "stages=[{steps: 1}]"])
-    spawner = RaySpawner(config, tmp_path, f"ipc://{tmp_path}/none", "here", "gone")
+    spawner = RaySpawner(config, tmp_path, f"ipc://{tmp_path}/none", "here", "gone", head)
     host = SimpleNamespace(start=SimpleNamespace(remote=lambda order: order))
     order = Order([], {}, "")
     waiting, learner = (
-        RayHandle("learner", host, order, "1 CPUs", tmp_path / "learner.log", home)
+        RayHandle("learner", host, order, "1 CPUs", tmp_path / "learner.log", head, home)
         for home in ("here", "gone")
     )
     assert waiting.poll() is None and not spawner.lost(waiting)
     assert learner.poll() == -signal.SIGKILL and spawner.lost(learner) and spawner.bound("learner")
     assert "its node gone is gone" in learner.log_file.read_text()
+
+
+def test_a_head_that_does_not_answer_blocks_nobody_and_ends_the_run_in_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A question to it returns only when Ray ends the process that asked."""
+    answering = threading.Event()
+    answering.set()
+
+    def ask() -> NodeView:
+        asked = time.monotonic()
+        answering.wait()
+        return NodeView(frozenset(["here"]), frozenset(["here"]), asked)
+
+    monkeypatch.setattr(heads, "_ask", ask)
+    monkeypatch.setattr(heads, "LATE_S", 0.1)
+    monkeypatch.setattr(heads, "LOOK_S", 0.01)
+    monkeypatch.setattr(spawning, "PATIENCE_S", 0.2)
+    head = HeadService("10.0.0.1:6399")
+    config = load(None, ["launch.kind=ray", "stages=[{steps: 1}]"])
+    spawner = RaySpawner(config, tmp_path, "ipc:///none", "here", "here", head)
+    try:
+        assert (view := head.now()) is not None and "here" in view.draining
+        assert spawner.answers()
+        answering.clear()
+        wait_for(lambda: not spawner.answers(), "its silence")
+        assert head.now(0.01) is None
+        monkeypatch.setattr(head, "now", lambda: None)
+        assert spawner.start("actor", "actor-0", 0).poll() == UNPLACED
+        with pytest.raises(Unreachable, match="6399"):
+            wait_for(spawner.answers, "the end")
+        answering.set()
+        wait_for(lambda: head.silent_s() == 0 and spawner.answers(), "its answers again")
+        answering.clear()
+        monkeypatch.setattr(head, "_looked", head._looked - heads.STANDSTILL_S - 1)
+        monkeypatch.setattr(head, "view", NodeView(asked=head.view.asked - 100))
+        assert spawner.answers(), "this process was stopped, too"
+    finally:
+        answering.set()
+        spawner.close()
 
 
 def test_a_log_that_cannot_be_written_ends_no_run(
@@ -315,7 +381,7 @@ def test_a_log_that_cannot_be_written_ends_no_run(
     monkeypatch.setattr(ray, "get", lambda _: replies.pop(0))
     call = SimpleNamespace(remote=lambda order: order)
     host = SimpleNamespace(start=call, watch=call)
-    handle = RayHandle("actor-0", host, Order([], {}, ""), "1 CPUs", tmp_path)
+    handle = RayHandle("actor-0", host, Order([], {}, ""), "1 CPUs", tmp_path, HEAD)
     assert handle.poll() is None and handle.pid == 17
 
 
@@ -327,7 +393,8 @@ def test_what_has_died_finds_its_place_again_though_an_actor_waits_for_one(
     config = load(None, [asked, "stages=[{steps: 1}]"])
     ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False)
     home = ray.get_runtime_context().get_node_id()
-    spawner = RaySpawner(config, tmp_path, f"ipc://{tmp_path}/none", home, home)
+    head = HeadService()
+    spawner = RaySpawner(config, tmp_path, f"ipc://{tmp_path}/none", home, home, head)
     handles: list[RayHandle] = []
 
     def start(role: str, name: str, incarnation: int = 0) -> RayHandle:
@@ -353,6 +420,7 @@ def test_what_has_died_finds_its_place_again_though_an_actor_waits_for_one(
     finally:
         for handle in handles:
             handle.kill()
+        head.close()
         ray.shutdown()
 
 

@@ -12,6 +12,7 @@ from evolver_async.env import Info, Step
 from evolver_async.schema import Task
 
 DIRECTORY = "BROKEN_DIRECTORY"  # the environment variable that says where that is written down
+MISTAKE = "mistake"  # the file there with the name of the mistake that `fails` makes now
 LIMIT_S = 5.0  # of a step, and of an episode: a hang is a failure when this is over
 
 
@@ -63,6 +64,15 @@ async def calls_on(*, base_url: str, api_key: str, task: Task, seed: int) -> flo
 async def earns_nothing(*, base_url: str, api_key: str, task: Task, seed: int) -> None:
     await _ask(base_url, api_key)
     happened("earns_nothing")
+
+
+async def fails(*, base_url: str, api_key: str, task: Task, seed: int) -> float | None:
+    """Makes the mistake whose turn it is."""
+    name = (Path(os.environ[DIRECTORY]) / MISTAKE).read_text()
+    return await MISTAKES[name](base_url=base_url, api_key=api_key, task=task, seed=seed)
+
+
+MISTAKES = {one.__name__: one for one in (raises, hangs, asks_for_less, calls_on, earns_nothing)}
 
 
 # ---- environments

@@ -61,6 +61,7 @@ class Story:
         self.trained: dict[int, set[int]] = {}
         self.takes: dict[int, list[int]] = {}
         self.settled: set[int] = set()  # takes that were reported, or that a RESUME came after
+        self.reported: set[int] = set()  # those of them that were reported
         for held in at.groups.values():
             self._grant(held.group_id, held.kind, held.members, "")
             self.arrived[held.group_id] = set(held.arrived)
@@ -71,6 +72,7 @@ class Story:
             self._take(number, take.groups)
             if take.reported:
                 self.settled.add(number)
+                self.reported.add(number)
 
     def follow(self, record: records.AnyRecord) -> None:
         match record:
@@ -149,6 +151,7 @@ class Story:
         assert record.take not in self.settled, f"take {record.take} reported twice"
         assert set(record.fates) == set(self.takes[record.take]), f"take {record.take}: {record}"
         self.settled.add(record.take)
+        self.reported.add(record.take)
         for group_id, fate in record.fates.items():
             if fate == "trained":
                 self.trained[group_id].add(record.take)
@@ -159,6 +162,7 @@ class Story:
         undone = {take for take in self.takes if take >= record.take}
         self.takes = {take: groups for take, groups in self.takes.items() if take not in undone}
         self.settled = set(self.takes)
+        self.reported -= undone
         for group_id in self.uses:
             if self.uses[group_id] & undone:
                 self.evicted.pop(group_id, None)  # it is held again, with that use to come

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import socket
 import subprocess
 import sys
 import time
@@ -28,6 +29,12 @@ def wait_for(condition: Callable[[], Any], what: str, deadline_s: float = DEADLI
             return found
         time.sleep(0.05)
     raise AssertionError(f"waited {deadline_s:.0f} s for {what}")
+
+
+def free_port() -> int:
+    """A port of this host that nothing listens at now."""
+    with socket.create_server(("127.0.0.1", 0)) as one:
+        return one.getsockname()[1]
 
 
 def fair_time() -> float:

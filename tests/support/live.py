@@ -98,14 +98,17 @@ def check_ledger(ledger: dict[str, Any]) -> None:
 def check_updates(run_dir: Path, told: Story) -> None:
     """The newest checkpoint has one optimizer update for each take before it, none lost or twice.
 
-    Every take of these runs trains one minibatch.
+    Every take of these runs trains one minibatch. One whose report was lost with the buffer, from
+    which its learner saved and went on, may have trained, too.
     """
     newest, _ = valid(run_dir / "checkpoints")[-1]
     take = json.loads((newest / "state.json").read_text())["take"]
     adam = load_file(newest / "optimizer.safetensors")
     updates = {int(tensor) for name, tensor in adam.items() if name.startswith("step/")}
     trained = {number for takes in told.trained.values() for number in takes if number < take}
-    assert updates == {len(trained)}, f"{updates} updates after {len(trained)} takes"
+    unreported = {number for number in told.takes if number < take} - told.reported
+    wanted = set(range(len(trained), len(trained) + len(unreported) + 1))
+    assert len(updates) == 1 and updates <= wanted, f"{updates} updates, wanted {wanted}"
 
 
 class Repeats:

@@ -15,7 +15,7 @@ from evolver_async.schema import WeightId
 
 pytestmark = pytest.mark.process
 
-TASKS, SAMPLES = 40, 3  # so many that the evaluation takes 15 seconds, which no machine misses
+TASKS, SAMPLES = 20, 3  # so many that the evaluation takes 7 seconds, which no machine misses
 RECIPE = f"""
 env: {{name: bandit, latency: {{kind: fixed, median_s: 1.0}}}}
 policy: {{max_length: 64, hidden_size: 16, layers: 1, heads: 2, intermediate_size: 32}}

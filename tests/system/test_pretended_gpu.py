@@ -33,16 +33,16 @@ learner:
   {groups_per_step: 4, minibatches: 2, lr: 5.0e-3, decay: none, token_budget: 1024, device: cuda}
 engine: {device: cuda}
 stages:
-  - {kind: sft, steps: 2, override: {rollout: {group_size: 1}, learner: {minibatches: 1}}}
-  - {kind: rl, steps: 3}
-eval: {every: 2, episodes: 4, final_episodes: 4}
+  - {kind: sft, steps: 1, override: {rollout: {group_size: 1}, learner: {minibatches: 1}}}
+  - {kind: rl, steps: 2}
+eval: {every: 2, episodes: 2, final_episodes: 2}
 checkpoint: {every: 2}
 launch: {kind: serial}
 """
 GUIDED = [
     "experience.kind=contrast",
     "rollout.guided_fraction=0.5",
-    "stages=[{kind: rl, steps: 4}]",
+    "stages=[{kind: rl, steps: 3}]",
 ]
 RUNS = {
     "a reference and entropy": [
@@ -67,8 +67,8 @@ RUNS = {
     "stripping": [*GUIDED, "experience.reliance_coef=0.5", "correction.guided=behaviour"],
     "its own judge": ["judge.kind=self", "advantage.kind=adca", "policy.max_length=1024"],
     "pairs and a model of the world": [
-        "stages=[{kind: world_model, steps: 2, alternatives: 1}, {kind: rl, steps: 1},"
-        " {kind: dpo, steps: 2}]",
+        "stages=[{kind: world_model, steps: 1, alternatives: 1}, {kind: rl, steps: 1},"
+        " {kind: dpo, steps: 1}]",
     ],
 }
 
@@ -87,10 +87,10 @@ def test_a_run_keeps_its_devices_apart(changes: list[str], tmp_path: Path) -> No
 def test_a_resume_puts_moments_on_the_device(tmp_path: Path) -> None:
     with pretended():
         finished = trainer(tmp_path, RECIPE)("gpu", "loss.kl_coef=0.01")
-        longer = load(finished.run_dir / "config.yaml", ["stages.1.steps=5"])
+        longer = load(finished.run_dir / "config.yaml", ["stages.1.steps=3"])
         assert run(longer, finished.run_dir) == 0
     lines = (finished.run_dir / "metrics.jsonl").read_text().splitlines()
-    assert max(json.loads(line)["step"] for line in lines) == 7
+    assert max(json.loads(line)["step"] for line in lines) == 4
 
 
 def test_an_engine_whose_heads_share_keys_agrees_with_the_learner() -> None:

@@ -104,92 +104,27 @@ def policy_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save(make_model("llama"), tmp_path_factory.mktemp("llama"))
 
 
-@pytest.fixture
-def broadcast(tmp_path: Path, policy_dir: Path) -> Iterator[tuple[Learner, VllmEngine]]:
-    """A learner and an engine over two workers, each with a receiver of its own."""
-    address = str(tmp_path / "w")
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("broadcast")
+
+
+@pytest.fixture(scope="module")
+def broadcast(place: Path, policy_dir: Path) -> Iterator[tuple[Learner, VllmEngine]]:
+    """A learner and an engine over two workers, each with a receiver of its own, for the last
+    tests; all files of both are in `place`."""
+    address = str(place / "w")
     publisher = CollectivePublisher(address, deadline_s=DEADLINE_S, bucket_bytes=1 << 16)
     learner = Learner(policy_dir, publisher)
     channel = ReceiverSettings("collective", address, deadline_s=DEADLINE_S)
     core = VllmCore(
-        settings(policy_dir, tensor_parallel=2, restarts=3, directory=str(tmp_path)),
+        settings(policy_dir, tensor_parallel=2, restarts=3, directory=str(place)),
         receiver=channel,
         name="actor-0",
     )
     yield learner, engine_of(core)
     RUNNER.run(core.close())
     learner.publisher.close()
-
-
-def test_two_workers_receive_by_broadcast_and_no_file_holds_weights(
-    broadcast: tuple[Learner, VllmEngine], tmp_path: Path
-) -> None:
-    learner, engine = broadcast
-    sync, prompt = following(engine), list(range(20))
-
-    async def scenario() -> None:
-        await reaches(sync, learner.publish(1))
-        one = request(prompt, "a", max_tokens=200)
-        running = asyncio.create_task(engine.generate(one))
-        while engine.stats()["generated"] < 10:
-            await asyncio.sleep(0)
-        await reaches(sync, learner.publish(2))
-        learner.check(prompt, await running)
-        after = await engine.generate(request(prompt, "b"))
-        assert set(after.weights) == {WeightId(lineage=1, step=2)}
-        learner.check(prompt, after)
-        assert (sync.arrival.checked, sync.arrival.failed) == (2, 0)
-
-    RUNNER.run(asyncio.wait_for(scenario(), RESTART_S))
-    files = [path for path in tmp_path.rglob("*") if path.is_file()]
-    assert (
-        max(path.stat().st_size for path in files)
-        < SMALL
-        < sum(tensor.nbytes for tensor in learner.versions[WeightId(lineage=1, step=1)].values())
-    )
-
-
-@pytest.mark.time_limit(1500)  # three starts of vLLM
-def test_workers_and_learner_die_around_broadcasts_and_all_comes_back(
-    broadcast: tuple[Learner, VllmEngine],
-) -> None:
-    learner, engine = broadcast
-    sync, prompt = following(engine), list(range(20))
-
-    async def publish(step: int, lineage: int = 1) -> WeightId:
-        """Publish beside the engine; a lost receiver costs no more than deadline and roll call."""
-        began = fair_time()
-        weights = await asyncio.to_thread(learner.publish, step, lineage)
-        await asyncio.to_thread(learner.publisher.wait)
-        assert fair_time() - began < DEADLINE_S + ROLL_S + 2
-        return weights
-
-    async def scenario() -> None:
-        await reaches(sync, await publish(1))
-        for step, victim, busy in ((2, 0, True), (3, 1, False)):
-            running = []
-            if busy:
-                running = [engine.generate(request(prompt, "a", max_tokens=200))]
-            running = [asyncio.create_task(one) for one in running]
-            sending = asyncio.create_task(publish(step))
-            await asyncio.sleep(0.02 * step)
-            workers()[victim].kill()
-            weights = await sending
-            for generation in running:
-                learner.check(prompt, await generation)
-            await reaches(sync, weights)  # idle engines are replaced as well
-            learner.check(prompt, await engine.generate(request(prompt, f"{step}")))
-        learner.publisher.close()
-        learner.publisher = CollectivePublisher(
-            learner.publisher.address, deadline_s=DEADLINE_S, bucket_bytes=1 << 16
-        )
-        held = await engine.generate(request(prompt, "between"))
-        learner.check(prompt, held)
-        await reaches(sync, await publish(1, lineage=2))
-        learner.check(prompt, await engine.generate(request(prompt, "last")))
-        assert engine.core.restarts == 2 and sync.arrival.failed == 0
-
-    RUNNER.run(asyncio.wait_for(scenario(), 2 * RESTART_S))
 
 
 def test_a_worker_that_keeps_its_packed_weights_is_told_of_within_the_version(
@@ -239,3 +174,74 @@ def test_adapters_are_merged_in_the_worker(tmp_path: Path) -> None:
     finally:
         RUNNER.run(core.close())
         learner.publisher.close()
+
+
+def test_two_workers_receive_by_broadcast_and_no_file_holds_weights(
+    broadcast: tuple[Learner, VllmEngine], place: Path
+) -> None:
+    learner, engine = broadcast
+    sync, prompt = following(engine), list(range(20))
+
+    async def scenario() -> None:
+        await reaches(sync, learner.publish(1))
+        one = request(prompt, "a", max_tokens=200)
+        running = asyncio.create_task(engine.generate(one))
+        while engine.stats()["generated"] < 10:
+            await asyncio.sleep(0)
+        await reaches(sync, learner.publish(2))
+        learner.check(prompt, await running)
+        after = await engine.generate(request(prompt, "b"))
+        assert set(after.weights) == {WeightId(lineage=1, step=2)}
+        learner.check(prompt, after)
+        assert (sync.arrival.checked, sync.arrival.failed) == (2, 0)
+
+    RUNNER.run(asyncio.wait_for(scenario(), RESTART_S))
+    files = [path for path in place.rglob("*") if path.is_file()]
+    assert (
+        max(path.stat().st_size for path in files)
+        < SMALL
+        < sum(tensor.nbytes for tensor in learner.versions[WeightId(lineage=1, step=1)].values())
+    )
+
+
+@pytest.mark.time_limit(1500)  # two or three starts of vLLM
+def test_workers_and_learner_die_around_broadcasts_and_all_comes_back(
+    broadcast: tuple[Learner, VllmEngine],
+) -> None:
+    learner, engine = broadcast
+    sync, prompt = following(engine), list(range(20))
+
+    async def publish(step: int, lineage: int = 1) -> WeightId:
+        """Publish beside the engine; a lost receiver costs no more than deadline and roll call."""
+        began = fair_time()
+        weights = await asyncio.to_thread(learner.publish, step, lineage)
+        await asyncio.to_thread(learner.publisher.wait)
+        assert fair_time() - began < DEADLINE_S + ROLL_S + 2
+        return weights
+
+    async def scenario() -> None:
+        await reaches(sync, await publish(3))
+        for step, victim, busy in ((4, 0, True), (5, 1, False)):
+            running = []
+            if busy:
+                running = [engine.generate(request(prompt, "a", max_tokens=200))]
+            running = [asyncio.create_task(one) for one in running]
+            sending = asyncio.create_task(publish(step))
+            await asyncio.sleep(0.02 * (step - 2))
+            workers()[victim].kill()
+            weights = await sending
+            for generation in running:
+                learner.check(prompt, await generation)
+            await reaches(sync, weights)  # idle engines are replaced as well
+            learner.check(prompt, await engine.generate(request(prompt, f"{step}")))
+        learner.publisher.close()
+        learner.publisher = CollectivePublisher(
+            learner.publisher.address, deadline_s=DEADLINE_S, bucket_bytes=1 << 16
+        )
+        held = await engine.generate(request(prompt, "between"))
+        learner.check(prompt, held)
+        await reaches(sync, await publish(1, lineage=2))
+        learner.check(prompt, await engine.generate(request(prompt, "last")))
+        assert engine.core.restarts == 2 and sync.arrival.failed == 0
+
+    RUNNER.run(asyncio.wait_for(scenario(), 2 * RESTART_S))

@@ -6,6 +6,7 @@ from evolver_async.config.checks.addresses import endpoint, socket_address
 from evolver_async.config.sections import Config
 from evolver_async.config.sections.agentevolver import LLM_SECTIONS, UNAUDITED, JudgeConfig
 from evolver_async.config.sections.reward import SUCCESS_RULES
+from evolver_async.config.sections.rollout import EXTERNAL, EndpointConfig
 from evolver_async.extension import is_own
 
 
@@ -16,6 +17,8 @@ def agent(config: Config) -> Iterator[tuple[str, str]]:
         if judged:
             yield "rollout.agent_reward", "must be returned: rollout.agent is not set"
         return
+    if config.rollout.agent == EXTERNAL:
+        yield from _elsewhere(config.rollout.endpoint)
     if config.launch.kind == "serial":
         yield "rollout.agent", "needs real time, and launch.kind=serial has a virtual clock"
     for key, value, required, reason in (
@@ -31,6 +34,18 @@ def agent(config: Config) -> Iterator[tuple[str, str]]:
             yield key, f"must be {required}: rollout.agent {reason}, is {value}"
     if config.judge.kind == "rule":
         yield "judge.kind", "rule needs an environment's scores: rollout.agent plays without one"
+
+
+def _elsewhere(endpoint: EndpointConfig) -> Iterator[tuple[str, str]]:
+    """Require a key and a port of agents that start episodes themselves."""
+    if not endpoint.key_env:
+        yield (
+            "rollout.endpoint.key_env",
+            "must name an environment variable: rollout.agent=external gives tasks to, and takes"
+            f" rewards from, who has its key, at {endpoint.bind}",
+        )
+    if not endpoint.port:
+        yield "rollout.endpoint.port", "must be set: rollout.agent=external is called there"
 
 
 def guidance(config: Config) -> Iterator[tuple[str, str]]:

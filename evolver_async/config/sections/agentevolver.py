@@ -8,15 +8,12 @@ from evolver_async.config.values.rules import (
     Count,
     Fraction,
     Open,
-    Pattern,
     Positive,
     PositiveFraction,
     Range,
+    Variable,
 )
 
-Variable = Annotated[
-    str, Pattern(r"([A-Za-z_]\w*)?", "the name of an environment variable", hidden=True)
-]
 UNAUDITED = ("none", "rule")  # kinds of judge without probes: one is off, one computes labels
 EMBEDDERS = ("hash", "endpoint")  # those that are no path
 LLM_SECTIONS = ("experience", "judge", "questioning", "reflection", "reward")  # have endpoints

@@ -13,10 +13,14 @@ from evolver_async.config.values.rules import (
     PositiveFraction,
     Range,
     Signed,
+    Variable,
 )
 
 Device = Annotated[str, Pattern(r"auto|cpu|cuda(:\d+)?", "auto, cpu or cuda")]
 Turns = Annotated[int, Range(ge=1, le=32767)]  # turns are numbered in 16 bits
+HOST = r"[A-Za-z0-9_.:-]+"
+Host = Annotated[str, Pattern(HOST, "a host's name or address")]
+EXTERNAL = "external"  # the value of `rollout.agent` that is no path
 Extract = Annotated[
     str,
     Pattern(
@@ -57,6 +61,23 @@ class EnvConfig:
 
 
 @dataclass
+class EndpointConfig:
+    """Addresses and key of the HTTP endpoint that agents call."""
+
+    # interface of an actor's endpoint: its address; 0.0.0.0 for all, and for containers that of
+    # their bridge
+    bind: Host = "127.0.0.1"
+    # an actor has the first free port from this one on; 0: any
+    port: Annotated[int, Range(ge=0, le=65535)] = 0
+    # host by which agents reach it, in their base URL; "": the address of bind, for all interfaces
+    # the name of the actor's host
+    public_host: Annotated[str, Pattern(f"({HOST})?", "a host's name or address")] = ""
+    # rollout.agent=external: environment variable with the key of those who start and finish
+    # episodes
+    key_env: Variable = ""
+
+
+@dataclass
 class RolloutConfig:
     """The course of an episode."""
 
@@ -94,9 +115,12 @@ class RolloutConfig:
     guided: Literal["fixed", "failed", "adaptive"] = "fixed"
     format_errors: int = 0  # turns that cannot be parsed after which an episode ends; 0: never
     system_prompt: str = ""  # how to reply, after the task's instructions; "": the format's text
-    agent: str = ""  # import path of an async function that plays whole episodes
+    # import path of an async function that plays whole episodes; external: agents elsewhere start
+    # and finish them by HTTP
+    agent: str = ""
     # reward of the agent's episodes: its return value, or the verdict of judge.llm
     agent_reward: Literal["returned", "judged"] = "returned"
+    endpoint: EndpointConfig = field(default_factory=EndpointConfig)
 
 
 @dataclass

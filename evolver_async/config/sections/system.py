@@ -34,14 +34,17 @@ class GpusConfig:
     learner: list[int] = field(default_factory=list)  # one for each of learner.ranks
 
 
+NO_CLIENT = (
+    "auto or local; instead of ray://, start on a node of the cluster or by `ray job submit`"
+)
+
+
 @dataclass
 class RayConfig:
     """The places that launch.kind=ray asks for. Data travels over the run's own sockets."""
 
     # auto: the cluster of this machine or RAY_ADDRESS; local: a new one on this machine
-    address: Annotated[str, Pattern(r"auto|local|ray://.+", "auto, local or ray://HOST:PORT")] = (
-        "auto"
-    )
+    address: Annotated[str, Pattern("auto|local", NO_CLIENT)] = "auto"
     strategy: Literal["spread", "pack"] = "spread"  # of actors over the nodes
     actor_cpus: float = 1.0
     actor_gpus: float = 0.0

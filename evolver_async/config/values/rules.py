@@ -94,6 +94,9 @@ class Open:
 
 
 ImportPath = Annotated[str, Pattern(IMPORT_PATH, "package.module:function")]
+Variable = Annotated[
+    str, Pattern(r"([A-Za-z_]\w*)?", "the name of an environment variable", hidden=True)
+]
 Positive = Annotated[float, Range(gt=0)]
 PositiveOrInfinite = Annotated[float, Range(gt=0, infinite=True)]
 Fraction = Annotated[float, Range(le=1)]

@@ -16,17 +16,13 @@ from ray.exceptions import (  # pyright: ignore[reportMissingImports]
 )
 
 from evolver_async.durations import utc
+from evolver_async.launch.ray_cluster.head import HeadService
 from evolver_async.launch.ray_cluster.host import Order
 
 POLL_S = 0.05
 PATIENCE_S = 10.0  # for a place in the cluster, until it is asked what is waited for
 
 log = logging.getLogger(__name__)
-
-
-def living() -> set[str]:
-    """Return the ids of the nodes of the cluster."""
-    return {node["NodeID"] for node in ray.nodes() if node["Alive"]}
 
 
 class RayHandle:
@@ -37,12 +33,20 @@ class RayHandle:
     """
 
     def __init__(
-        self, name: str, host: Any, order: Order, wants: str, log_file: Path, home: str = ""
+        self,
+        name: str,
+        host: Any,
+        order: Order,
+        wants: str,
+        log_file: Path,
+        head: HeadService,
+        home: str = "",
     ) -> None:
         self.name = name
         self.host = host
         self.wants = wants
         self.log_file = log_file
+        self.head = head
         self.home = home
         self.pid = 0
         self.node = ""
@@ -79,7 +83,7 @@ class RayHandle:
 
     def _ask_for_place(self) -> None:
         """Say what it waits for, or end if that never comes: Ray waits for a node that is gone."""
-        if self.home and self.home not in living():
+        if self.home and (view := self.head.now()) and self.home not in view.living:
             self._note(f"its node {self.home[:8]} is gone")
             self._end(-signal.SIGKILL)
         elif not self.said:
@@ -110,8 +114,13 @@ class RayHandle:
             self._end(-signal.SIGTERM)
 
     def kill(self) -> None:
-        """Kill the Ray actor; the kernel kills its process with it."""
+        """Kill the Ray actor; the kernel kills its process with it.
+
+        The process is killed first, which needs no service of the head.
+        """
         if self._code is None:
+            if self._placed:
+                self.host.signal.remote(signal.SIGKILL)
             self._end(-signal.SIGKILL)
 
     def wait(self) -> int:

@@ -14,7 +14,9 @@ from ray._private.state import state  # pyright: ignore[reportMissingImports]
 from evolver_async.config import Config, ConfigError
 from evolver_async.config.secrets import looks_secret
 from evolver_async.config.sections.channel import channel, host_and_port, is_loopback, leaves_host
+from evolver_async.config.sections.system import NO_CLIENT
 from evolver_async.errors import USER_ERROR
+from evolver_async.launch.ray_cluster.head import HeadService
 from evolver_async.launch.ray_cluster.spawner import RaySpawner
 from evolver_async.launch.supervisor import Supervisor
 from evolver_async.process.addresses import make_weights_dir
@@ -35,6 +37,7 @@ log = logging.getLogger(__name__)
 def run(config: Config, run_dir: Path) -> int:
     """Run to the end; return 0, 128 + the signal that ended it, or the exit code of a failure."""
     claims: list[Claim] = []
+    spawner = None
     try:
         connect(config)
         nodes = [node for node in ray.nodes() if node["Alive"]]
@@ -46,18 +49,20 @@ def run(config: Config, run_dir: Path) -> int:
         claims.append(claim(make_weights_dir(config, run_dir)))
         claims.append(claim(Path(tempfile.mkdtemp(prefix=PREFIX))))
         address = config.buffer.address or f"ipc://{claims[-1].directory}/buffer"
-        spawner = RaySpawner(config, run_dir, address, home, learner_home)
+        head = HeadService(ray.get_runtime_context().gcs_address)
+        spawner = RaySpawner(config, run_dir, address, home, learner_home, head)
         try:
             return Supervisor(config, run_dir, spawner).run()
         finally:
-            spawner.end_groups()
+            spawner.close()
     except (ConfigError, ConnectionError, OSError) as error:
         log.error("%s", error)
         return USER_ERROR
     finally:
         for one in claims:
             one.remove()
-        ray.shutdown()
+        if spawner is None or not spawner.silent:
+            ray.shutdown()  # else for seconds: Ray does it at exit, when the end is written
 
 
 def connect(config: Config) -> None:
@@ -68,6 +73,10 @@ def connect(config: Config) -> None:
             f"launch.ray.runtime_env: env_vars.{name} looks like a secret, which Ray's dashboard"
             " would show: set it where you start the run, and refer to it as ${oc.env:NAME} or"
             " key_env; the launcher sends such variables to the processes"
+        )
+    if asked.address == "auto" and os.environ.get("RAY_ADDRESS", "").startswith("ray://"):
+        raise ConfigError(
+            f"RAY_ADDRESS: must be HOST:PORT or none, with launch.ray.address {NO_CLIENT}"
         )
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.WARNING}
@@ -114,15 +123,14 @@ def check(
 
     `growth`: the most of every resource that an autoscaler may bring; None without one.
     """
-    asked = config.launch.ray
     _check_learner(config, nodes, home)
     if growth is None:
         _check_actors(config, nodes)
-    _check_weights(config, nodes)
+    _check_addresses(config, nodes)
     _check_policy(config, nodes)
-    if len(nodes) == 1 and not asked.address.startswith("ray://"):
+    if len(nodes) == 1:
         return
-    where = f"{len(nodes)} nodes" if len(nodes) > 1 else asked.address
+    where = f"{len(nodes)} nodes"
     if not config.buffer.address.startswith("tcp://"):
         raise ConfigError(
             f"buffer.address: processes on {where} need tcp://HOST:PORT, HOST being a node's"
@@ -131,7 +139,9 @@ def check(
     named = f"must name a node by its address: processes on {where} would look for"
     host, _ = host_and_port(config.buffer.address)
     hosts = {node["NodeManagerAddress"] for node in nodes}
-    if host in (*EVERYWHERE, "::") or (is_loopback(host) and len(hosts) > 1):
+    # nodes of one machine can have loopback addresses of their own
+    here_alone = is_loopback(host) and host not in hosts
+    if host in (*EVERYWHERE, "::") or (here_alone and len(hosts) > 1):
         raise ConfigError(f"buffer.address: {named} {host} on their own")
     if config.weights.address and len(hosts) > 1 and not leaves_host(config):
         raise ConfigError(f"weights.address: {named} {config.weights.address} on their own")
@@ -164,21 +174,21 @@ def _check_actors(config: Config, nodes: list[dict[str, Any]]) -> None:
     )
 
 
-def _check_weights(config: Config, nodes: list[dict[str, Any]]) -> None:
-    """Raise ConfigError if the address of the weights belongs to no node, as to one that is gone.
+def _check_addresses(config: Config, nodes: list[dict[str, Any]]) -> None:
+    """Raise ConfigError if an address belongs to no node, as to one that is gone.
 
     It may be another address of this node than the one that Ray knows.
     """
-    if not config.weights.address or config.launch.ray.address.startswith("ray://"):
-        return
-    host, _ = host_and_port(config.weights.address)
-    if not _at(host, nodes) and not _is_here(host):
-        known = ", ".join(
-            sorted(f"{one['NodeManagerHostname']} {one['NodeManagerAddress']}" for one in nodes)
-        )
-        raise ConfigError(
-            f"weights.address: {host} is no node of the cluster now; name one of these: {known}"
-        )
+    tcp = config.buffer.address if config.buffer.address.startswith("tcp://") else ""
+    for key, address in (("buffer", tcp), ("weights", config.weights.address)):
+        host = host_and_port(address)[0] if address else ""
+        if host and host not in (*EVERYWHERE, "::") and not _at(host, nodes) and not _is_here(host):
+            known = ", ".join(
+                sorted(f"{one['NodeManagerHostname']} {one['NodeManagerAddress']}" for one in nodes)
+            )
+            raise ConfigError(
+                f"{key}.address: {host} is no node of the cluster now; name one of these: {known}"
+            )
 
 
 def _is_here(host: str) -> bool:
@@ -233,9 +243,6 @@ def home_of(config: Config, nodes: list[dict[str, Any]]) -> str:
         host, _ = host_and_port(config.buffer.address)
         if named := _at(host, nodes):
             return named[-1]
-        if config.launch.ray.address.startswith("ray://"):
-            known = ", ".join(sorted({node["NodeManagerAddress"] for node in nodes}))
-            raise ConfigError(f"buffer.address: {host} is no node of the cluster ({known})")
     return ray.get_runtime_context().get_node_id()
 
 

@@ -1,13 +1,12 @@
 """Placement of a run's processes on the nodes of a Ray cluster."""
 
+import logging
 import os
 import secrets
-import time
 from dataclasses import dataclass, field
 from typing import Any
 
 import ray  # pyright: ignore[reportMissingImports]
-from ray._private.state import state  # pyright: ignore[reportMissingImports]
 from ray.util.placement_group import placement_group, remove_placement_group  # pyright: ignore[reportMissingImports]
 from ray.util.scheduling_strategies import (  # pyright: ignore[reportMissingImports]
     NodeAffinitySchedulingStrategy,
@@ -17,14 +16,18 @@ from ray.util.scheduling_strategies import (  # pyright: ignore[reportMissingImp
 from evolver_async.config import Config
 from evolver_async.config.secrets import mentioned
 from evolver_async.config.sections.agentevolver import LLM_SECTIONS
-from evolver_async.launch.child import Handle, Spawner
-from evolver_async.launch.ray_cluster.handle import RayHandle, living
+from evolver_async.config.sections.channel import host_and_port
+from evolver_async.errors import UNPLACED
+from evolver_async.launch.child import Handle, Spawner, Unreachable
+from evolver_async.launch.ray_cluster.handle import RayHandle
+from evolver_async.launch.ray_cluster.head import PATIENCE_S, HeadService
 from evolver_async.launch.ray_cluster.host import Order, ProcessHost
 
 CLIENT_KEYS = ("server.public", "client.secret")  # what a client needs of the run's keys
 NODE_LABEL = "ray.io/node-id"  # Ray sets it on every node
-LOOK_S = 1.0  # between two looks at the nodes that are drained
 FORWARDED = "WANDB_"  # prefix of variables that every process of a run gets
+
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -37,16 +40,18 @@ class RaySpawner(Spawner):
 
     home: str
     learner_home: str
+    head: HeadService
     groups: dict[str, Any] = field(default_factory=dict)  # placement groups by role
     learner: RayHandle | None = None  # the newest process of its first rank
     meeting: str = ""
-    draining: set[str] = field(default_factory=set)  # ids of nodes
-    looked: float = 0.0
+    silent: bool = False  # the head's service
 
     def place(
         self, role: str, name: str, incarnation: int, rank: int, arguments: list[str]
     ) -> Handle:
         order = self._order(role, name, incarnation, arguments)
+        if self.head.now() is None:  # to place it would block until Ray ends this process
+            return self.failed(name, "the head of the Ray cluster does not answer", UNPLACED)
         cpus, gpus = self.resources(role)
         host: Any = ray.remote(ProcessHost)
         host = host.options(
@@ -57,34 +62,60 @@ class RaySpawner(Spawner):
             name=f"{self.run_dir.name}/{name}/{incarnation}",
         ).remote()
         wants = f"{cpus:g} CPUs" + (f" and {gpus:g} GPUs" if gpus else "")
-        handle = RayHandle(name, host, order, wants, self.log_file(name), self._home_of(role))
+        log_file, home = self.log_file(name), self._home_of(role)
+        handle = RayHandle(name, host, order, wants, log_file, self.head, home)
         if role == "learner" and rank == 0:
             self.learner = handle
         return handle
 
     def moves(self, handle: Handle) -> bool:
         """True if the node of a process is being drained."""
-        assert isinstance(handle, RayHandle)
-        now = time.monotonic()
-        if now - self.looked > LOOK_S:
-            # Ray's own libraries ask here for nodes that their cloud takes back
-            self.draining, self.looked = set(state.get_draining_nodes()), now
-        return handle.node in self.draining
+        return isinstance(handle, RayHandle) and handle.node in self.head.view.draining
+
+    def answers(self) -> bool:
+        silent_s = self.head.silent_s()
+        if self.silent and not silent_s:
+            log.warning("the head of the Ray cluster answers again")
+        elif silent_s and not self.silent:
+            log.warning(
+                "the head of the Ray cluster, %s, does not answer (its GCS): no process is started"
+                " until it does; after %.0f s the run saves and ends",
+                self.head.address,
+                PATIENCE_S,
+            )
+        self.silent = bool(silent_s)
+        if silent_s > PATIENCE_S:
+            raise Unreachable(gone(self.config.launch.ray.address, self.head.address, silent_s))
+        return not self.silent
 
     def bound(self, role: str) -> bool:
         """True for what has one node: others know its address, or its files are there."""
         return bool(self._home_of(role))
 
+    def place_of(self, role: str) -> str:
+        weights = self.config.weights.address
+        key = "weights" if role == "learner" and weights else "buffer"
+        address = weights if key == "weights" else self.config.buffer.address
+        if not address:
+            return "place: it is where the run is started"
+        host, port = host_and_port(address)
+        again = f"`ray start --address={self.head.address}` on {host}"
+        other = f"add {key}.address=tcp://HOST:{port} with the HOST of another node"
+        return f"place: join that node again ({again}), or {other}"
+
     def hinders(self, handle: Handle, waiting: Handle) -> bool:
         """True if a process runs where the waiting one may."""
-        assert isinstance(handle, RayHandle) and isinstance(waiting, RayHandle)
-        return waiting.home in ("", handle.node)
+        return (
+            isinstance(handle, RayHandle)
+            and isinstance(waiting, RayHandle)
+            and waiting.home in ("", handle.node)
+        )
 
     def lost(self, handle: Handle) -> bool:
         """True if the node of a process that ended is no longer there."""
-        assert isinstance(handle, RayHandle)
-        node = handle.node or handle.home
-        return bool(node) and node not in living()
+        node = (handle.node or handle.home) if isinstance(handle, RayHandle) else ""
+        view = self.head.now() if node else None
+        return view is not None and node not in view.living
 
     def _home_of(self, role: str) -> str:
         return {"actor": "", "learner": self.learner_home}.get(role, self.home)
@@ -130,10 +161,14 @@ class RaySpawner(Spawner):
         if role in self.groups:
             remove_placement_group(self.groups.pop(role))
 
-    def end_groups(self) -> None:
-        """Give back all that was reserved."""
-        for role in list(self.groups):
+    def close(self) -> None:
+        """Give back all that was reserved, unless there is nobody who takes it."""
+        if self.silent:
+            self.head.close(wait_s=0)
+            return
+        for role in list(self.groups) if self.head.now() is not None else ():
             self._give_back(role)
+        self.head.close()
 
     def _order(self, role: str, name: str, incarnation: int, arguments: list[str]) -> Order:
         at_home = role != "actor"
@@ -158,9 +193,21 @@ class RaySpawner(Spawner):
         )
 
 
+def gone(asked: str, head: str, silent_s: float) -> str:
+    """Say what to do without the service of the head; `asked`: launch.ray.address."""
+    host, _, port = head.rpartition(":")
+    text = f"the head of the Ray cluster, {head}, has not answered for {silent_s:.0f} s (its GCS):"
+    if asked == "local":
+        return f"{text} the run saves and ends; the next start has a Ray of its own again"
+    return (
+        f"{text} the run saves and ends; start the cluster again, on {host} with `ray start --head"
+        f" --port={port}`, on other nodes with `ray start --address={head}`, and then continue"
+    )
+
+
 def forwarded(config: Config) -> dict[str, str]:
     """Return the variables of this process that its configuration refers to, and those of W&B."""
     names = {getattr(config, one).llm.key_env for one in LLM_SECTIONS} | mentioned(config)
-    names.add(config.experience.embedding.key_env)
+    names |= {config.experience.embedding.key_env, config.rollout.endpoint.key_env}
     names |= {name for name in os.environ if name.startswith(FORWARDED)}
     return {name: os.environ[name] for name in sorted(names) if name in os.environ}

@@ -577,15 +577,16 @@ def test_a_url_is_of_one_episode_on_this_host_and_ends_with_it(
     async def player(client: Client) -> float:
         url = str(client.base_url)
         urls.append(url)
-        token = url.split("/")[3]
-        assert url.startswith("http://127.0.0.1:") and len(token) >= 32
-        for other in (f"{url[: -len(token) - 4]}/{'x' * 32}/v1", *urls[:-1]):
-            stranger = Client(base_url=other, api_key="x", max_retries=0)
+        episode = url.split("/")[3]
+        assert url.startswith("http://127.0.0.1:") and len(client.api_key) >= 32
+        for other in (url.replace(episode, "x" * 24), *urls[:-1]):
+            stranger = Client(base_url=other, api_key=client.api_key, max_retries=0)
             with pytest.raises(openai.NotFoundError):
                 await ask(stranger, ASK)
             await stranger.close()
         assert (await raw(url, b"\x16\x03\x01 hello\r\n\r\n")).startswith(b"HTTP/1.1 400")
-        head = f"POST /{token}/v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: ".encode()
+        keyed = f"host: x\r\nauthorization: bearer {client.api_key}\r\ncontent-length: "
+        head = f"POST /{episode}/v1/chat/completions HTTP/1.1\r\n{keyed}".encode()
         assert (await raw(url, head + b"5\r\n\r\n{nope")).startswith(b"HTTP/1.1 400")
         long = head + b"20000\r\n\r\n" + b"[" * 20000
         assert (await raw(url, long)).startswith(b"HTTP/1.1 413")
@@ -620,7 +621,7 @@ def test_a_url_is_of_one_episode_on_this_host_and_ends_with_it(
     asyncio.run(both())
 
 
-def test_calls_without_a_token_take_no_memory_and_are_no_failures_of_the_agent(
+def test_calls_without_a_key_take_no_memory_and_are_no_failures_of_the_agent(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Of other users of the host. Whoever holds all places for strangers keeps no agent out."""

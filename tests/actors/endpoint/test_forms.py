@@ -33,7 +33,8 @@ ANY = '{"name": "look", "arguments":' + REST
 
 
 async def post(client: Client, path: str, body: dict[str, Any]) -> httpx.Response:
-    async with httpx.AsyncClient(trust_env=False) as raw:
+    headers = {"x-api-key": client.api_key}
+    async with httpx.AsyncClient(trust_env=False, headers=headers) as raw:
         return await raw.post(f"{client.base_url}{path}", json=body, timeout=20)
 
 

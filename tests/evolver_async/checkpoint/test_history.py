@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shlex
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -30,7 +31,7 @@ from evolver_async.cli import main
 from evolver_async.config import PolicyConfig, TasksConfig
 from evolver_async.config.load import dump, load
 from evolver_async.launch.forking import _start_anew, fork
-from evolver_async.launch.resumption import resume
+from evolver_async.launch.resumption import choose, resume
 from evolver_async.launch.run_directory import config_of
 
 pytestmark = pytest.mark.process
@@ -496,3 +497,54 @@ def test_a_fork_with_other_tasks_does_not_compare_itself_with_the_old_ones(
         _, made = fork(finished, name, changes, "best")
         (checkpoint,) = [path for path, _ in valid(made / "checkpoints")]
         assert (history.evaluation_of(checkpoint) is not None) == noted
+
+
+def damage(run_dir: Path, intact: int = -1) -> None:
+    """Change a byte of the weights in every checkpoint but those of one step."""
+    for path, manifest in valid(run_dir / "checkpoints"):
+        if manifest.step != intact:
+            content = bytearray((path / "model.safetensors").read_bytes())
+            content[-1] ^= 1
+            (path / "model.safetensors").unlink()  # copies are links to it
+            (path / "model.safetensors").write_bytes(content)
+
+
+def advised(said: str, name: str) -> list[str]:
+    """The arguments of the command that an error names, for a run of this name."""
+    command = shlex.split(said[said.rindex("evolver-async train") :])
+    return [name if one == "NAME" else one for one in command[1:]]
+
+
+def test_the_advice_without_a_valid_checkpoint_works(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """That of a run, and that of its fork, which began with a checkpoint of the run."""
+    before = load(run_dir / "config.yaml")
+    own = dataclasses.replace(before.policy, path=str(run_dir / "policy"))
+    dump(dataclasses.replace(before, policy=own), run_dir / "config.yaml")
+    _, forked = fork(run_dir, "forked", [], 6)
+    for one in (run_dir, forked):
+        damage(one)
+    command = advised(refused(capsys, "train", "--resume", run_dir), "anew")
+    assert main([*command, "stages.0.steps=1", "stages.1.steps=1"]) == 0
+    anew = run_dir.parent / "anew"
+    assert [row["step"] for row in rows(anew)] == [1, 2]
+    contents = [
+        {path.name: path.read_bytes() for path in (one / "policy").iterdir()}
+        for one in (run_dir, anew)
+    ]
+    assert contents[0] == contents[1]
+    command = advised(refused(capsys, "train", "--resume", forked), "again")
+    assert str(run_dir) in command and command[command.index("--step") + 1] == "6"
+    assert "--step 0" in refused(capsys, "train", "--resume", run_dir, "--fork", "without-step")
+
+
+def test_a_damaged_run_goes_on_from_a_checkpoint_that_it_had_left(run_dir: Path) -> None:
+    checkpoints = run_dir / "checkpoints"
+    history.go_back(checkpoints, history.choose(checkpoints, "run", 6)[0], lambda _: None)
+    left = [one.step for path, one in valid(checkpoints) if is_left(path)][-1]
+    damage(run_dir, left)
+    with pytest.raises(CheckpointError, match="SHA-256") as caught:
+        choose(run_dir, None)
+    command = advised(str(caught.value), "")
+    assert command[-2:] == ["--step", str(left)] and is_left(choose(run_dir, left)[0])

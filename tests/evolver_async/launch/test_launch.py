@@ -84,7 +84,8 @@ class Ended:
 
 @pytest.fixture(scope="module")
 def ended(recipe: Path) -> Ended:
-    """The run whose actor-0 is killed twice, and which later tests resume."""
+    """The run whose actor-0 is killed, whose learner is stopped alone, and which ends as its second
+    actor-0 leaves; later tests resume it."""
     run_dir = recipe.parent / "run"
     with launching() as launch:
         run = launch(run_dir, recipe, "checkpoint.every=1000000")
@@ -100,8 +101,15 @@ def ended(recipe: Path) -> Ended:
         second = wait_for(another, "a new actor-0")
         line = second.cmdline()
         run.rows()
-        run.wait_for_steps(2)
-        second.kill()
+        run.wait_for_steps(1)
+        stopped = run.children()["learner"]
+        stopped.terminate()
+        wait_for(
+            lambda: (found := run.children().get("learner")) and found != stopped, "a new learner"
+        )
+        run.rows()
+        run.wait_for_steps(1)
+        second.terminate()
         code, errors = run.end()
     steps = [row["step"] for row in Tail(run_dir / "metrics.jsonl").rows() if is_step(row)]
     kept = valid(run_dir / "checkpoints")[-1][1].step
@@ -116,10 +124,15 @@ def test_a_dead_actor_is_replaced_until_its_budget_is_spent(ended: Ended) -> Non
     assert line[line.index("--incarnation") + 1] == "1001"
     assert ended.code == 1
     assert "actor-0 was killed by SIGKILL, restart 1 of 1" in errors
-    assert "actor-0 was killed by SIGKILL and is not started again" in errors
+    assert "actor-0 left the running job (exit code 0) and is not started again" in errors
     assert ended.said in errors
     assert ended.kept == ended.steps[-1], "a last one was written"
     assert not any(alive(child) for child in [*ended.first.values(), ended.second])
+
+
+def test_a_learner_that_is_stopped_alone_is_started_again(ended: Ended) -> None:
+    said = f"learner was stopped before it had finished (exit code {STOPPED}), restart 1"
+    assert said in ended.errors
 
 
 def check_backup(run_dir: Path, place: Path) -> None:
@@ -330,35 +343,6 @@ def test_a_process_that_leaves_a_running_job_is_started_again_within_its_budget(
     assert f"{role}-0 left the running job (exit code 0), restart 2 of 2" in caplog.text
     with pytest.raises(RunFailed, match=r"left the running job .* is not started again"):
         launcher.live(child, 1.0)
-
-
-def test_a_run_whose_actors_all_leave_ends_with_an_error(
-    recipe: Path, launch: Callable[..., Launch]
-) -> None:
-    run_dir = recipe.parent / "left"
-    run = launch(run_dir, recipe, "run.name=left", "launch.restarts=0", "actors.count=1")
-    run.wait_for_steps(1)
-    run.children()["actor-0"].terminate()
-    code, errors = run.end()
-    assert code == 1 and "actor-0 left the running job (exit code 0)" in errors
-    assert valid(run_dir / "checkpoints")
-
-
-def test_a_learner_that_is_stopped_alone_is_started_again(
-    recipe: Path, launch: Callable[..., Launch]
-) -> None:
-    run_dir = recipe.parent / "stopped"
-    run = launch(run_dir, recipe, "run.name=stopped", "actors.count=1", "checkpoint.every=1000000")
-    run.wait_for_steps(1)
-    first = run.children()["learner"]
-    first.terminate()
-    wait_for(lambda: (found := run.children().get("learner")) and found != first, "a new learner")
-    run.rows()
-    run.wait_for_steps(1)
-    run.process.send_signal(signal.SIGTERM)
-    code, errors = run.end()
-    assert code == 128 + signal.SIGTERM
-    assert f"learner was stopped before it had finished (exit code {STOPPED}), restart 1" in errors
 
 
 @pytest.mark.parametrize("exit_code", [7, USER_ERROR])

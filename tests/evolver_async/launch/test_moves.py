@@ -11,9 +11,9 @@ from types import SimpleNamespace
 import pytest
 
 from evolver_async.config import Config
-from evolver_async.errors import STOPPED
+from evolver_async.errors import STOPPED, UNPLACED
 from evolver_async.launch import supervisor as supervising
-from evolver_async.launch.child import Child, Handle, Spawner
+from evolver_async.launch.child import Child, Handle, Spawner, Unreachable
 from evolver_async.launch.supervisor import RunFailed, Supervisor
 from evolver_async.process.stopping import StopSignal
 from evolver_async.watch import runs
@@ -45,6 +45,12 @@ class Places(Spawner):
     def bound(self, role: str) -> bool:
         return role == "buffer"
 
+    def answers(self) -> bool:
+        if not self.looks:
+            raise Unreachable("start the head again")
+        return self.looks.pop()
+
+    looks: list[bool]  # what the looks for the service that places processes find, from the last
     names: dict[int, str]
 
 
@@ -73,7 +79,7 @@ def supervisor(tmp_path: Path) -> Iterator[Supervisor]:
     config = Config()
     config.launch.restarts = 0
     spawner = Places(config, tmp_path, "ipc:///none")
-    spawner.names = {}
+    spawner.names, spawner.looks = {}, []
     one = Supervisor(config, tmp_path, spawner)
     yield one
     for child in one.children:
@@ -171,7 +177,7 @@ def test_a_drain_is_told_as_one(
 ) -> None:
     def start() -> None:
         supervisor.add("buffer", "buffer")
-        supervisor.spawner.drained = ("buffer",)
+        supervisor.spawner.drained, supervisor.spawner.looks = ("buffer",), [True]
 
     monkeypatch.setattr(supervisor, "start", start)
     with pytest.raises(StopSignal) as end:
@@ -255,6 +261,46 @@ def test_a_buffer_has_its_time_to_answer_from_its_place_on(
     assert buffer.now == 300
 
 
+def test_nothing_is_started_without_the_service_that_places_processes(
+    supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run without it for too long ends as on a signal: its processes are asked to."""
+    spawner = supervisor.spawner
+    assert isinstance(spawner, Places)
+    supervisor.config.launch.restarts = 1
+    started: list[int] = []
+    roles = ("learner", "buffer")
+
+    def start() -> None:
+        for role in roles:
+            supervisor.add(role, role)
+        supervisor.children[-1].process.kill()
+        supervisor.children[-1].process.wait()
+        spawner.started = lambda: started.append(len(spawner.looks))
+
+    monkeypatch.setattr(supervisor, "start", start)
+    monkeypatch.setattr(supervisor, "ask_buffer", lambda now: None)
+    monkeypatch.setattr(supervisor.config.launch, "backoff_s", 0.0)
+    spawner.looks = [True] * 3 + [False] * 5
+    assert supervisor.run() == 1
+    assert started and max(started) == 2, "the first start is after the silence of five looks"
+    learner = supervisor.children[0].process
+    assert learner.poll() == -signal.SIGTERM
+
+
+def test_a_process_without_a_place_for_the_moment_costs_no_restart(
+    supervisor: Supervisor,
+) -> None:
+    actor = supervisor.add("actor", "actor-0")
+    actor.process.kill()
+    actor.process.wait()
+    actor.process = supervisor.spawner.failed("actor-0", "nobody answers", UNPLACED)
+    assert "nobody answers" in supervisor.spawner.last_error(actor)
+    for _ in range(3):
+        supervisor.plan_restart(actor, UNPLACED, time.monotonic())
+    assert actor.due is not None and actor.restarts == 0
+
+
 SAVING = f"""
 import signal, sys, time
 signal.signal(signal.SIGTERM, lambda *_: (time.sleep(1), sys.exit({STOPPED})))
@@ -274,7 +320,7 @@ def test_a_sigterm_that_comes_with_a_drain_lets_the_learner_save(supervisor: Sup
     assert saving.stdout is not None and saving.stdout.readline()
     learner.process, spawner.names[saving.pid] = saving, "learner"
     supervisor.add("buffer", "buffer")
-    spawner.drained = ("buffer",)
+    spawner.drained, spawner.looks = ("buffer",), [True]
     supervisor.watch()
     supervisor.signals.append(signal.SIGTERM)
     supervisor.end()

@@ -356,14 +356,14 @@ def test_an_interrupted_study_goes_on_where_it_was_and_lists_what_failed(
 ) -> None:
     out = tmp_path / "study"
     # A learning rate at which the weights overflow fails at run time alone.
-    arguments = ["study", str(recipe), "--out", str(out), "--seeds", "0,1", "learner.lr=5e-3,1e30"]
+    arguments = ["study", str(recipe), "--out", str(out), "--seeds", "0", "learner.lr=5e-3,1e30"]
     process = subprocess.Popen(
         [*COMMAND, *arguments], cwd=tmp_path, stdout=subprocess.PIPE, text=True, bufsize=1
     )
     assert process.stdout is not None
     said = ""
     try:
-        while "[1/4] lr-5e-3-s0 finished" not in said:
+        while "[1/2] lr-5e-3-s0 finished" not in said:
             said += process.stdout.readline() or pytest.fail(said)
         wait_for(lambda: (out / "logs" / "lr-1e30-s0.log").exists(), "the second run")
         study = psutil.Process(process.pid)  # it makes the log a moment before the process
@@ -383,13 +383,12 @@ def test_an_interrupted_study_goes_on_where_it_was_and_lists_what_failed(
     assert done.returncode == 1, done.stdout + done.stderr
     assert (out / "logs" / "lr-5e-3-s0.log").read_text() == first, "a finished run is kept"
     cells = read_cells(out)
-    assert len(cells) == 4
-    for seed in ("0", "1"):
-        assert cells["lr-5e-3", seed]["state"] == "finished"
-        assert cells["lr-5e-3", seed]["steps"] == "9"
-        failed = cells["lr-1e30", seed]
-        assert failed["state"] == "failed" and "nan" in failed["error"], failed
-        assert f"failed: lr-1e30-s{seed}: " in done.stderr
+    assert len(cells) == 2
+    assert cells["lr-5e-3", "0"]["state"] == "finished"
+    assert cells["lr-5e-3", "0"]["steps"] == "9"
+    failed = cells["lr-1e30", "0"]
+    assert failed["state"] == "failed" and "nan" in failed["error"], failed
+    assert "failed: lr-1e30-s0: " in done.stderr
     summary = (out / "summary.md").read_text()
     assert "- `lr-1e30-s0`: train ended with exit code" in summary
     assert (out / "plots" / "curve_by_step.png").exists()

@@ -145,10 +145,11 @@ def test_a_serial_run_is_repeated_bit_by_bit(
     changes: tuple[str, ...], train: Callable[..., Finished]
 ) -> None:
     name = "_".join(change.partition("=")[2] for change in changes) or "defaults"
-    finished = train(name, "checkpoint.keep=2", *changes)  # so that it begins with the policy
+    short = ["stages.0.steps=8", "stages.1.steps=6", "checkpoint.keep=2"]  # the first one is gone,
+    finished = train(name, *short, *changes)  # and the rerun begins with the policy
     outcome = again(finished.run_dir)
     kept = len(resumable(finished.run_dir / "checkpoints"))
-    assert outcome.lines[0].startswith(f"bitwise equal: 22 steps, {kept} checkpoints"), outcome
+    assert outcome.lines[0].startswith(f"bitwise equal: 14 steps, {kept} checkpoints"), outcome
     assert outcome.code == 0 and kept >= 2
 
 
