@@ -34,7 +34,7 @@ class Labelled(NamedTuple):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
     parser.add_argument("run", type=Path)
     run = RunResults(parser.parse_args().run)
     torch.set_num_threads(1)

@@ -4,6 +4,7 @@ Threads cannot share the package, so its games are played in processes (`env.iso
 keeps the games that it has made, which takes seconds each.
 """
 
+import importlib
 import tempfile
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
@@ -43,7 +44,7 @@ class TextWorld(Env):
     instructions: str = "play the game ."
 
     def __post_init__(self) -> None:
-        required("textworld", "id", "textworld")
+        self.package = required("textworld", "name", "textworld")
         self.plain_instructions = (
             "Play a text adventure. Each of your actions is one command, such as: take the key"
         )
@@ -56,11 +57,9 @@ class TextWorld(Env):
         self._session: Any = None
 
     def reset(self, task: Task, dynamics_seed: int) -> str:
-        import textworld
-
         path = self._chosen(task) if self.games else self._made(task)
         self.close()
-        wanted = textworld.EnvInfos(
+        wanted = self.package.EnvInfos(
             feedback=True,
             admissible_commands=True,
             policy_commands=not self.games,
@@ -69,7 +68,7 @@ class TextWorld(Env):
             won=True,
             objective=True,
         )
-        self._session = textworld.start(path, wanted)
+        self._session = self.package.start(path, wanted)
         self._state = self._session.reset()
         self._score = 0.0
         objective = self._state.get("objective") or self._state.feedback
@@ -119,8 +118,7 @@ def _directory() -> tempfile.TemporaryDirectory[str]:
 @lru_cache(maxsize=1024)
 def _compiled(seed: int, rooms: int, objects: int, quest_length: int) -> str:
     """Make a game; return the path of its file, which lasts as long as the process."""
-    import textworld
-
+    textworld: Any = importlib.import_module("textworld")
     options = textworld.GameOptions()
     options.seeds = seed
     options.nb_rooms, options.nb_objects = rooms, objects
