@@ -1,6 +1,6 @@
 """Runs on a cluster of four hosts that loses those of learner, buffer and head in a drawn order.
 
-    HOST_SEEDS=3 make test-ray ARGS=-ktest_hosts
+    HOST_SEEDS=3 make test-ray ARGS=-ktest_hosts    # three minutes a seed; without it none
 
 Nothing acknowledged is lost and nothing is trained twice. Where a run cannot go on by itself it has
 saved, and one sentence says what to do, which is done here.
@@ -26,7 +26,7 @@ from under_fire import read_acks
 from evolver_async.checkpoint.directory import valid
 from evolver_async.transport.keys import make
 
-SEEDS = range(int(os.environ.get("HOST_SEEDS", "1")))
+SEEDS = range(int(os.environ.get("HOST_SEEDS", "0")))
 HEADS = ("head", "head and launcher")  # ways to lose it: the first seed takes the first
 GIVES_UP_S = 30  # of Ray without its head's service; the run ends after a third of it
 
@@ -147,5 +147,5 @@ def test_lost_hosts_lose_nothing(
     acked = read_acks(tmp_path / ACKED)
     story = check_run(run.run_dir, acked)
     assert story.whole and acked and story.lineage >= len(losses)
-    check_updates(run.run_dir, story)
+    check_updates(run.run_dir, story, reports_lost=True)
     check_repeats(run.run_dir)

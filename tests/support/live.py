@@ -95,11 +95,11 @@ def check_ledger(ledger: dict[str, Any]) -> None:
         assert found == received, f"{kind}: received {received}, found {found}"
 
 
-def check_updates(run_dir: Path, told: Story) -> None:
+def check_updates(run_dir: Path, told: Story, reports_lost: bool = False) -> None:
     """The newest checkpoint has one optimizer update for each take before it, none lost or twice.
 
-    Every take of these runs trains one minibatch. One whose report was lost with the buffer, from
-    which its learner saved and went on, may have trained, too.
+    Every take of these runs trains one minibatch. `reports_lost`: the buffer's host was lost for
+    good with reports on their way; their takes may have trained, too.
     """
     newest, _ = valid(run_dir / "checkpoints")[-1]
     take = json.loads((newest / "state.json").read_text())["take"]
@@ -107,7 +107,8 @@ def check_updates(run_dir: Path, told: Story) -> None:
     updates = {int(tensor) for name, tensor in adam.items() if name.startswith("step/")}
     trained = {number for takes in told.trained.values() for number in takes if number < take}
     unreported = {number for number in told.takes if number < take} - told.reported
-    wanted = set(range(len(trained), len(trained) + len(unreported) + 1))
+    most = len(trained) + (len(unreported) if reports_lost else 0)
+    wanted = set(range(len(trained), most + 1))
     assert len(updates) == 1 and updates <= wanted, f"{updates} updates, wanted {wanted}"
 
 
