@@ -2,7 +2,7 @@
 
 DISK_FAILED = 8  # a sync or a write failed on the device itself
 DISK_FULL = 6  # a process found no room on a disk: it is started again, as often as needed
-UNPLACED = 7  # a process finds no place for the moment: it is started again, as often as needed
+UNPLACED = 9  # a process finds no place for the moment: it is started again, as often as needed
 STOPPED = 5  # a learner that was asked to stop and saved what it has: it can be started again
 
 # Exit codes of errors that a restart would repeat.

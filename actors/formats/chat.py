@@ -10,7 +10,6 @@ marker of experience, it is written so that no tokenizer takes it for one.
 """
 
 import inspect
-import json
 from array import array
 from collections.abc import Iterable, Mapping
 from datetime import datetime
@@ -21,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from actors.engines.base import Generation
+from evolver_async.files import parsed
 from evolver_async.model.tokenizer import end_tokens
 from evolver_async.schema import Role, Sequence, VersionRun, WeightId
 
@@ -359,7 +359,7 @@ class Chat:
     def _rendered_opening(self, system: str, user: str, before: Messages, tools: str) -> str:
         messages = self.opening_messages(system, user, before)
         plain = [(role, self.plain(text)) for role, text in messages]
-        return self._rendered(plain, json.loads(tools) if tools else None)
+        return self._rendered(plain, parsed(tools) if tools else None)
 
     def _rendered(self, messages: Iterable[tuple[str, str]], tools: list[Any] | None = None) -> str:
         return self.render([{"role": role, "content": text} for role, text in messages], tools)
