@@ -17,7 +17,7 @@ pytestmark = pytest.mark.process
 
 TASKS, SAMPLES = 20, 3  # so many that the evaluation takes 7 seconds, which no machine misses
 RECIPE = f"""
-env: {{name: bandit, latency: {{kind: fixed, median_s: 1.0}}}}
+env: {{name: bandit, step_timeout_s: 10, latency: {{kind: fixed, median_s: 1.0}}}}
 policy: {{max_length: 64, hidden_size: 16, layers: 1, heads: 2, intermediate_size: 32}}
 rollout: {{group_size: 4, max_turns: 1, max_tokens: 4}}
 actors: {{count: 1, groups: 2}}
@@ -34,7 +34,7 @@ eval:
   sets:
     swapped: {{tasks: 4, env: {{params: {{low_arm: dragon, high_arm: phoenix}}}}}}
     sampled: {{tasks: {TASKS}, k: {SAMPLES}, temperature: 1.0}}
-buffer: {{archive: all}}
+buffer: {{archive: all, lease_s: 10, stall_s: 20}}  # tickets whose grant died with the buffer end
 metrics: {{panel: none}}
 launch: {{backoff_s: 0.1}}
 """
