@@ -18,7 +18,7 @@ from actors.llm.client import authorization
 from actors.questioning.profile import load_profile
 from actors.rewards.own import load_function
 from actors.rewards.scorer import RewardScorer, check_terms
-from actors.rollout.conversation import tool_names
+from actors.rollout.conversation import tool_specs
 from actors.rollout.episode_config import format_name, format_of
 from evolver_async.buffer.stages import TICKETS, eval_sets_of, source_of
 from evolver_async.buffer.tasks.source import TaskSource
@@ -290,7 +290,7 @@ def _check_turns(config: Config, name: str, env: base.Env) -> None:
         )
     if not isinstance(env, base.Tooled):
         raise ValueError(f"rollout.format: {chosen} needs tools, which {name} has not")
-    if style.inline and CODE_TOOL not in tool_names(env):
+    if style.inline and CODE_TOOL not in [spec["name"] for spec in tool_specs(env)]:
         raise ValueError(f"rollout.format: {chosen} needs a tool {CODE_TOOL} of {name}")
     if config.questioning.kind == "llm":
         raise ValueError(f"questioning.kind: llm cannot explore in turns of {chosen}")

@@ -9,7 +9,7 @@ context it was written in and nowhere else: what a later one repeats of it is PR
 import json
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from actors.engines.base import Generation
 from actors.envs.base import Described, Env, Tooled
@@ -150,17 +150,16 @@ def first_prompt(setting: Setting, env: Env, opening: Opening) -> list[int]:
     """Return the tokens that an episode begins with, the forced prefix of the first turn
     included."""
     system = opening.under(system_message(setting, env))
-    tools = listed_tools(with_tools(setting, env))
+    specs = tool_specs(env) if setting.format.tools else []
+    tools = listed_tools(with_tools(setting, specs))
     return setting.chat.first(system, opening.user, setting.format.prefix, opening.before, tools)
 
 
-def with_tools(setting: Setting, env: Env) -> Setting:
-    """Return the settings of one episode, in whose turns the tools of its environment are
-    called."""
+def with_tools(setting: Setting, specs: list[dict[str, Any]]) -> Setting:
+    """Return the settings of one episode, in whose turns these tools are called."""
     if not isinstance(setting.format, NativeTurns):
         return setting
-    assert isinstance(env, Tooled), f"{type(env).__name__} has no tools"
-    return replace(setting, format=setting.format.listed(env.tools()))
+    return replace(setting, format=setting.format.listed(specs))
 
 
 def listed_tools(setting: Setting) -> str:
@@ -184,8 +183,7 @@ def system_message(setting: Setting, env: Env) -> str:
     text = joint.join(part for part in (described, setting.system_prompt or turns) if part)
     if not setting.format.tools or isinstance(setting.format, NativeTurns):
         return text
-    assert isinstance(env, Tooled), f"{type(env).__name__} has no tools"
-    specs = "\n".join(json.dumps(spec, ensure_ascii=False) for spec in env.tools())
+    specs = "\n".join(json.dumps(spec, ensure_ascii=False) for spec in tool_specs(env))
     return text if setting.format.inline else f"{text}\n<tools>\n{specs}\n</tools>"
 
 
@@ -194,11 +192,11 @@ def plain_instructions(env: Env) -> str:
     return env.plain_instructions if isinstance(env, Described) else env.instructions
 
 
-def tool_names(env: Env) -> frozenset[str]:
-    """Return the names of the tools that an environment's actions can call; ValueError for a tool
-    without one."""
+def tool_specs(env: Env) -> list[dict[str, Any]]:
+    """Return the tools that an environment's actions can call; ValueError for one without a
+    name."""
     assert isinstance(env, Tooled), f"{type(env).__name__} has no tools"
-    names = [str(spec.get("name", "")) for spec in env.tools()]
-    if not all(names):
+    specs = env.tools()
+    if not all(isinstance(spec.get("name"), str) and spec["name"] for spec in specs):
         raise ValueError(f"env.name: {type(env).__name__} has a tool without a name")
-    return frozenset(names)
+    return specs

@@ -29,7 +29,7 @@ from actors.rollout.conversation import (
     Conversation,
     plain_instructions,
     system_message,
-    tool_names,
+    tool_specs,
     with_tools,
 )
 from actors.rollout.environment import TimedEnvironment
@@ -193,9 +193,9 @@ class Episode:
             worded = plain_instructions, environment.env
             self.instructions = await environment.call("instructions", *worded)
         if self.setting.format.tools:
-            self.tools = await environment.call("tools", tool_names, environment.env)
-            called = with_tools, self.setting, environment.env
-            self.setting = await environment.call("tools", *called)
+            specs = await environment.call("tools", tool_specs, environment.env)
+            self.tools = frozenset(spec["name"] for spec in specs)
+            self.setting = with_tools(self.setting, specs)
         talk = Conversation(self.setting, system, task.query, opening, room)
         self.conversation, length = talk, len(talk.tokens)
         if length > room:

@@ -23,17 +23,10 @@ from actors.formats.chat import Chat
 from evolver_async.model.policy import token_logprobs
 from evolver_async.model.tiny import make_tiny, make_tokenizer
 from evolver_async.schema import Task
+from examples.arms import PULL
 
 MOST_CALLS, LENGTH = 3, 192
 BATCH, LR = 12, 1e-2
-PULL: Any = {
-    "type": "function",
-    "function": {
-        "name": "pull",
-        "description": "pull an arm",
-        "parameters": {"type": "object", "properties": {"arm": {"type": "string"}}},
-    },
-}
 TEMPLATE = (
     "{% for tool in tools or [] %}<|system|>{{ tool.function.name }}<|end|>{% endfor %}"
     "{% for message in messages %}"

@@ -4,10 +4,9 @@ Threads cannot share the package, so its games are played in processes (`env.iso
 keeps the games that it has made, which takes seconds each.
 """
 
-import importlib
 import tempfile
 from dataclasses import dataclass, field
-from functools import cache, lru_cache
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +17,8 @@ from evolver_async.randomness import key
 from evolver_async.schema import Task
 from evolver_async.splits import split_of
 
-MAX_DRAWS = 200  # of files, until one belongs to the split
 SEEDS = 1 << 31
+PREFIX = "evolver-textworld-"
 
 
 @dataclass(kw_only=True, eq=False)
@@ -44,7 +43,6 @@ class TextWorld(Env):
     instructions: str = "play the game ."
 
     def __post_init__(self) -> None:
-        self.package = required("textworld", "name", "textworld")
         self.plain_instructions = (
             "Play a text adventure. Each of your actions is one command, such as: take the key"
         )
@@ -56,10 +54,24 @@ class TextWorld(Env):
                 raise ValueError(f"games: {path} is no file")
         self._session: Any = None
 
+    def probe(self) -> None:
+        _package()
+
     def reset(self, task: Task, dynamics_seed: int) -> str:
-        path = self._chosen(task) if self.games else self._made(task)
         self.close()
-        wanted = self.package.EnvInfos(
+        if self.games:
+            return self._begin(self._chosen(task))
+        seed = key(task.map_seed, "textworld", task.split) % SEEDS
+        files = _compiled(seed, self.rooms, self.objects, self.quest_length)
+        with tempfile.TemporaryDirectory(prefix=PREFIX) as place:  # TextWorld reads a game whole
+            for end, content in files.items():
+                (Path(place) / f"game{end}").write_bytes(content)
+            return self._begin(f"{place}/game.z8")
+
+    def _begin(self, path: str) -> str:
+        """Start the game of a file; return the first observation."""
+        textworld = _package()
+        wanted = textworld.EnvInfos(
             feedback=True,
             admissible_commands=True,
             policy_commands=not self.games,
@@ -68,7 +80,7 @@ class TextWorld(Env):
             won=True,
             objective=True,
         )
-        self._session = self.package.start(path, wanted)
+        self._session = textworld.start(path, wanted)
         self._state = self._session.reset()
         self._score = 0.0
         objective = self._state.get("objective") or self._state.feedback
@@ -97,31 +109,27 @@ class TextWorld(Env):
         listed = ", ".join(self.actions())
         return f"{text}\nPossible: {listed}" if self.commands and listed else text
 
-    def _made(self, task: Task) -> str:
-        seed = key(task.map_seed, "textworld", task.split) % SEEDS
-        return _compiled(seed, self.rooms, self.objects, self.quest_length)
-
     def _chosen(self, task: Task) -> str:
-        games = sorted(self.games)
-        for draw in range(MAX_DRAWS):
-            path = games[key(task.map_seed, "textworld", task.split, draw) % len(games)]
-            if split_of(Path(path).name) == task.split:
-                return path
-        raise ValueError(f"games: none of the {len(games)} files belongs to {task.split}")
-
-
-@cache
-def _directory() -> tempfile.TemporaryDirectory[str]:
-    return tempfile.TemporaryDirectory(prefix="evolver-textworld-")
+        own = [path for path in sorted(self.games) if split_of(Path(path).name) == task.split]
+        if not own:
+            raise ValueError(f"games: none of the {len(self.games)} files belongs to {task.split}")
+        return own[key(task.map_seed, "textworld", task.split) % len(own)]
 
 
 @lru_cache(maxsize=1024)
-def _compiled(seed: int, rooms: int, objects: int, quest_length: int) -> str:
-    """Make a game; return the path of its file, which lasts as long as the process."""
-    textworld: Any = importlib.import_module("textworld")
+def _compiled(seed: int, rooms: int, objects: int, quest_length: int) -> dict[str, bytes]:
+    """Make a game; return its files by their ends. None stays on disk: processes of environments
+    are killed in the end."""
+    textworld = _package()
     options = textworld.GameOptions()
     options.seeds = seed
     options.nb_rooms, options.nb_objects = rooms, objects
     options.quest_length = quest_length
-    options.path = f"{_directory().name}/{seed}-{rooms}-{objects}-{quest_length}.z8"
-    return textworld.generator.compile_game(textworld.generator.make_game(options), options)
+    with tempfile.TemporaryDirectory(prefix=PREFIX) as place:
+        options.path = f"{place}/game.z8"
+        textworld.generator.compile_game(textworld.generator.make_game(options), options)
+        return {one.suffix: one.read_bytes() for one in Path(place).glob("game.*")}
+
+
+def _package() -> Any:
+    return required("textworld", "env.name", "textworld")
