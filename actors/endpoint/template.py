@@ -13,7 +13,7 @@ from actors.endpoint.request import ChatMessage, ChatRequest, RequestRefused
 from actors.formats.chat import Chat
 from actors.formats.native import Native, schemas
 from actors.formats.syntaxes import TAGGED, SyntaxCall
-from actors.formats.tags import escaped_response
+from actors.formats.tags import THOUGHT, escaped_response
 
 _TAIL = 16  # tokens of a context in which the opening of a thought is looked for
 
@@ -84,8 +84,7 @@ class Template:
         if not self._opens:
             raise RequestRefused("tool_choice: this template's syntax of calls cannot be forced")
         thinks = (
-            self._chat.decoded(context[-_TAIL:]).rstrip().endswith("<think>")
-            and not request.prefill
+            self._chat.decoded(context[-_TAIL:]).rstrip().endswith(THOUGHT) and not request.prefill
         )
         begun = "\n</think>\n\n" if thinks else self._chat.plain(request.prefill)
         return begun + texts.opened(self._chat.plain(request.forced))

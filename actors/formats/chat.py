@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from actors.engines.base import Generation
+from actors.formats.tags import THOUGHT
 from evolver_async.files import parsed
 from evolver_async.model.tokenizer import end_tokens
 from evolver_async.schema import Role, Sequence, VersionRun, WeightId
@@ -132,7 +133,7 @@ class Chat:
     @property
     def opens_thought(self) -> bool:
         """True if the template opens a thought where the policy writes."""
-        return self.opening.rstrip().endswith("<think>")
+        return self.opening.rstrip().endswith(THOUGHT)
 
     @property
     def template(self) -> str:

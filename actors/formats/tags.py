@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
-THOUGHT_END = "</think>"
+THOUGHT, THOUGHT_END = "<think>", "</think>"
 
 
 def escaped_response(text: str) -> str:

@@ -10,9 +10,9 @@ from typing import Protocol, runtime_checkable
 
 from actors.formats.chat import Chat
 from actors.formats.native_turns import NativeTurns
-from actors.formats.tags import THOUGHT_END
+from actors.formats.tags import THOUGHT, THOUGHT_END
 from actors.formats.tool_calls import Interleaved, InvalidCall, ToolCall
-from actors.formats.whole_message import INVALID, THOUGHT, WholeMessage
+from actors.formats.whole_message import INVALID, WholeMessage
 from evolver_async.extension import implementation
 
 SEPARATOR = "||"

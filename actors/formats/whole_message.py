@@ -4,12 +4,11 @@ import re
 from collections.abc import Callable
 from functools import partial
 
-from actors.formats.tags import THOUGHT_END
+from actors.formats.tags import THOUGHT, THOUGHT_END
 from actors.formats.tool_calls import InvalidCall, boxed
 from evolver_async.extension import implementation
 
 INVALID = "invalid answer\n{}"  # then the last observation again
-THOUGHT = "<think>"
 # Commas between groups of three digits belong to a number. A hyphen behind a word or a bracket does
 # not: the last number of `10-5` is 5.
 NUMBER = re.compile(

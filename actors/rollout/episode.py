@@ -277,7 +277,8 @@ class Episode:
         valid = not flags & (TurnFlag.FORMAT_ERROR | TurnFlag.INVALID_ACTION)
         self.rewards.append(reward + (0.0 if valid else setting.format_penalty))
         self.flags.append(flags)
-        told = setting.format.shown(outputs, valid, self.observation)
+        over = self.terminated or self.truncated  # nobody reads what would be told then
+        told = "" if over else setting.format.shown(outputs, valid, self.observation)
         if outputs:
             self.observation = outputs[-1] if self.tools is None else "\n".join(outputs)
         return told

@@ -284,6 +284,8 @@ def test_a_member_waits_for_an_agent_as_long_as_it_takes_and_seems_to_work() -> 
         before = told()
         while told() == before:
             await asyncio.sleep(0.01)
+        await asyncio.sleep(0.2)  # both limits are shorter
+        assert not one.playing.done() and "waiting" in one.progress.slowest()[0]
 
     play(agent, Scripted(), episode_timeout_s=0.1, step_timeout_s=0.1)
 

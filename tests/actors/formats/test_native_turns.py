@@ -135,6 +135,23 @@ def test_what_cannot_be_read_is_told_and_counted() -> None:
     assert found.turn_flags[0] == TurnFlag.FORMAT_ERROR | FAILED_CALL and found.success
 
 
+class Trap(Lookout):
+    """Ends with the first look."""
+
+    def step(self, action: str) -> Step:
+        return Step("", 0.0, True, False, Info())
+
+
+def test_an_episode_that_ends_before_the_last_call_of_a_turn_is_whole() -> None:
+    chat = Chat(family_tokenizer("qwen2_5"))
+    style = turn_format("native", think=False, actions_per_turn=2, chat=chat)
+    both = style.render_actions([canonical("look", ARGUMENTS)] * 2)
+    how = setting(chat=chat, format=style, max_length=1 << 16)
+    engine = FakeEngine({"0/0/0": [chat.tokens_of(both)]})
+    (found,) = roll_out(corridor(env=Trap), how, engine)
+    assert found.terminated and len(engine.requests) == 1
+
+
 def test_a_template_without_tools_is_refused() -> None:
     chat = Chat(family_tokenizer("gemma2"))
     assert Native(chat).syntax is None
