@@ -197,11 +197,25 @@ class Sequence(msgspec.Struct, kw_only=True, eq=False, forbid_unknown_fields=Tru
         return _EXPERIENCE_BYTE in self.roles.tobytes()
 
 
+class Grammar(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """Grammar that the policy was held to in some turns of a trajectory.
+
+    At each of their ACTION tokens the tokens that it excludes were masked; log-probs are those of
+    the masked distribution. `text`: a structural tag of xgrammar, as JSON; `stops`: the tokens that
+    end a turn. `model/grammar.py` derives the masks.
+    """
+
+    text: str
+    stops: list[int]
+    turns: list[int]
+
+
 class Trajectory(msgspec.Struct, kw_only=True, eq=False, dict=True, forbid_unknown_fields=True):
     """One finished episode of one group member.
 
     turn_rewards float32[K]; labels int8[K] (+1 GOOD, -1 BAD, 0 unlabelled);
     turn_flags uint8[K] (`TurnFlag`).
+    `grammars`: those of constrained turns, each of which has one.
     `content` is a hash of the task that was played, the same for every number that gives it;
     `reward` is the outcome including penalties; `terms` its parts by name, without their weights;
     `metrics` the environment's own numbers; `timing` holds seconds by phase. What `vars` holds is
@@ -228,6 +242,7 @@ class Trajectory(msgspec.Struct, kw_only=True, eq=False, dict=True, forbid_unkno
     timing: dict[str, float]
     terms: dict[str, float] = {}
     metrics: dict[str, float] = {}
+    grammars: list[Grammar] = []
 
     def __post_init__(self) -> None:
         turns = len(self.turn_rewards)
@@ -245,6 +260,9 @@ class Trajectory(msgspec.Struct, kw_only=True, eq=False, dict=True, forbid_unkno
         for field in ("terms", "metrics"):
             for name, value in getattr(self, field).items():
                 _require(math.isfinite(value), f"{field}.{name}", value)
+        ruled = [turn for grammar in self.grammars for turn in grammar.turns]
+        fits = len(set(ruled)) == len(ruled) and all(0 <= turn < turns for turn in ruled)
+        _require(fits, "grammars", ruled)
         _require(len(self.sequences) > 0, "sequences", "empty")
         _require(self.member >= 0, "member", self.member)
         _require(self.attempt >= 0, "attempt", self.attempt)

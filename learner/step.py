@@ -24,13 +24,13 @@ from evolver_async.metrics.histograms import Histogram
 from evolver_async.metrics.writer import Timers
 from evolver_async.model import policy
 from evolver_async.room import lacks_room
-from evolver_async.schema import Array, Group
+from evolver_async.schema import Array, Group, WeightId
 from learner.advantage.assign import assign
 from learner.advantage.gae import WITH_CRITIC
 from learner.advantage.reliance import weighted
 from learner.advantage.rewards import label_metrics, rewards_of
 from learner.data.batch import Batch, LogProbs, Minibatch, Values
-from learner.data.collate import Internalise, collate, lag_table
+from learner.data.collate import Internalise, Lag, collate, lag_table
 from learner.data.copied import Decode, copies
 from learner.data.selection import select
 from learner.diagnostics.bad_steps import BadSteps
@@ -101,7 +101,7 @@ class Updater(Models):
         if not chosen.groups:
             return StepResult([], chosen.filtered, 0, 0, metrics)
         lags = lag_table(chosen.groups, state.head, forks)
-        batch = collate(chosen.groups, lags, self._internalise(stage))
+        batch = self._collate(stage, chosen.groups, lags)
         self.ranks.plan(batch.whole(), self.layout, gradient=True)
         # Interpolation is along one line of versions, in one context. Tokens of an abandoned
         # lineage are on no such line, and stripped tokens have two contexts.
@@ -160,7 +160,7 @@ class Updater(Models):
         self, stage: Config, groups: list[Group], state: LearnerState, steps: int
     ) -> StepResult:
         """Train one step on the next tokens of demonstrations."""
-        batch = collate(groups, {}, self._internalise(stage))
+        batch = self._collate(stage, groups, {})
         self.ranks.plan(batch.whole(), self.layout, gradient=True)
         applied = self._update(stage, batch.whole(), supervised_loss, state, steps)
         self._check_finite(state, applied, batch)
@@ -182,7 +182,7 @@ class Updater(Models):
         if not chosen.groups:
             return StepResult([], chosen.filtered, 0, 0, metrics)
         lags = lag_table(chosen.groups, state.head, forks)
-        batch = collate(chosen.groups, lags, self._internalise(stage), whole_groups=True)
+        batch = self._collate(stage, chosen.groups, lags, whole_groups=True)
         self.ranks.plan(batch.whole(), self.layout, gradient=True)
         assert self.reference is not None, "a dpo stage was entered without a reference"
         reference_N = self._scorer(stage)(self.reference, batch.whole())
@@ -264,6 +264,22 @@ class Updater(Models):
         """Return the problem of the first rank that has one: each sees its own micro-batches."""
         problems = self.ranks.gather(loss.problem.encode())
         return next((problem.decode() for problem in problems if problem), "")
+
+    def _collate(
+        self,
+        stage: Config,
+        groups: list[Group],
+        lags: dict[WeightId, Lag],
+        *,
+        whole_groups: bool = False,
+    ) -> Batch:
+        return collate(
+            groups,
+            lags,
+            self._internalise(stage),
+            whole_groups=whole_groups,
+            grammars=lambda: self.grammars,
+        )
 
     def _internalise(self, stage: Config) -> Internalise:
         experience = stage.experience

@@ -6,10 +6,10 @@ from typing import Any
 from actors.endpoint import request as parts
 from actors.endpoint.request import ChatMessage, ChatRequest, RequestRefused, require
 from actors.endpoint.session import Completion
+from actors.endpoint.structure import structure_of
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "tool": "tool"}
 _NEUTRAL: dict[str, tuple[Any, ...]] = {  # keys of which only these values are supported
-    "response_format": (None, {"type": "text"}),
     "functions": (None, []),
     "function_call": (None, "auto", "none"),
     "top_logprobs": (None, 0),  # the engine knows those of the sampled tokens alone
@@ -19,7 +19,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {  # keys of which only these values are 
 _USED = (
     *("messages", "tools", "tool_choice", "parallel_tool_calls", "max_tokens"),
     *("max_completion_tokens", "stop", "model", "n", "logprobs", "stream", "stream_options"),
-    "chat_template_kwargs",
+    *("chat_template_kwargs", "response_format"),
 )
 IGNORED = (
     *("temperature", "seed", "user", "metadata", "store", "service_tier", "safety_identifier"),
@@ -31,11 +31,12 @@ def decode(body: bytes) -> ChatRequest:
     """Decode the body of a request. Raise RequestRefused, which names the key."""
     value = parts.body_of(body)
     ignored = parts.check_keys(value, _USED, IGNORED, _NEUTRAL)
+    structure = structure_of("response_format", value.get("response_format"), "json_schema")
     given = parts.list_of(value, "messages")
     messages = [*map(_message, given)]
     raw = parts.text_of(given[-1].get("content")) if given else ""
     earlier, prefill = parts.prefilled(messages, raw)
-    tools, tools_text = parts.tools_of([*map(_function, parts.list_of(value, "tools"))])
+    tools, tools_text, strict = parts.tools_of([*map(_function, parts.list_of(value, "tools"))])
     calling, forced, single = parts.choice_of(
         tools, *forced_tool(value), value.get("parallel_tool_calls")
     )
@@ -45,6 +46,8 @@ def decode(body: bytes) -> ChatRequest:
         model=parts.model_of(value),
         tools=tools,
         tools_text=tools_text,
+        strict=strict,
+        structure=structure,
         calling=calling,
         forced=forced,
         single=single,
@@ -154,11 +157,12 @@ def _call(value: Any) -> parts.ChatToolCall:
     return parts.call_of(function.get("name"), function.get("arguments"))
 
 
-def _function(tool: Any) -> tuple[Any, Any, Any]:
+def _function(tool: Any) -> tuple[Any, Any, Any, Any]:
     function = tool.get("function") if isinstance(tool, dict) else None
     if not isinstance(function, dict) or tool.get("type") != "function":
         raise RequestRefused("tools: each must be a named function")
-    return function.get("name"), function.get("description"), function.get("parameters")
+    name, parameters = function.get("name"), function.get("parameters")
+    return name, function.get("description"), parameters, function.get("strict") is True
 
 
 def _frame(kind: str, request: ChatRequest, answer: Completion, now_s: int) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from typing import Any
 from actors.endpoint import request as parts
 from actors.endpoint.request import ChatMessage, ChatRequest, RequestRefused, require
 from actors.endpoint.session import Completion
+from actors.endpoint.structure import structure_of
 
 _USED = (
     *("messages", "system", "tools", "tool_choice", "max_tokens", "stop_sequences", "model"),
@@ -29,8 +30,7 @@ def decode(body: bytes) -> ChatRequest:
     ignored = parts.check_keys(value, _USED, _IGNORED, {})
     output = value.get("output_config")
     output = output if isinstance(output, dict) else {}
-    form = output.get("format")
-    require(form is None, f"output_config.format: {form!r} is not supported")
+    structure = structure_of("output_config.format", output.get("format"))
     system = parts.text_of(value.get("system"))
     messages = [ChatMessage("system", system)] if system else []
     raw = ""
@@ -38,7 +38,7 @@ def decode(body: bytes) -> ChatRequest:
         said, raw = _messages(one)
         messages += said
     earlier, prefill = parts.prefilled(messages, raw)
-    tools, tools_text = parts.tools_of([*map(_function, parts.list_of(value, "tools"))])
+    tools, tools_text, strict = parts.tools_of([*map(_function, parts.list_of(value, "tools"))])
     forced, none, many = _tool_choice(value.get("tool_choice"))
     calling, forced, single = parts.choice_of(tools, forced, none, many)
     return ChatRequest(
@@ -46,6 +46,8 @@ def decode(body: bytes) -> ChatRequest:
         model=parts.model_of(value),
         tools=tools,
         tools_text=tools_text,
+        strict=strict,
+        structure=structure,
         calling=calling,
         forced=forced,
         single=single,
@@ -106,12 +108,13 @@ def _messages(value: Any) -> tuple[list[ChatMessage], str]:
     return found, ""
 
 
-def _function(tool: Any) -> tuple[Any, Any, Any]:
+def _function(tool: Any) -> tuple[Any, Any, Any, Any]:
     kind = tool.get("type", "custom") if isinstance(tool, dict) else None
     if kind not in ("custom", None) or not isinstance(tool, dict):
         problem = f"tools: of type {kind!r}: the agent's own functions alone are supported"
         raise RequestRefused(problem[:500])
-    return tool.get("name"), tool.get("description"), tool.get("input_schema")
+    strict = tool.get("strict") is True
+    return tool.get("name"), tool.get("description"), tool.get("input_schema"), strict
 
 
 def _tool_choice(choice: Any) -> tuple[str | None, bool, bool]:

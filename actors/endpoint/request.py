@@ -44,13 +44,23 @@ class ChatMessage(NamedTuple):
     calls: tuple[ChatToolCall, ...] = ()
 
 
+class Structure(NamedTuple):
+    """Form that a request prescribes for its answer. `key`: the option that does; `form`: its
+    value; `schema`: the JSON schema that follows from it."""
+
+    key: str
+    form: dict[str, Any]
+    schema: dict[str, Any]
+
+
 class ChatRequest(NamedTuple):
     """A decoded request.
 
-    `tools`: function specs, `tools_text` their canonical text. `forced`: name of the tool that must
-    be called, "" for any; None if the model may write text. `single`: at most one call. `prefill`:
-    the beginning of the answer, which the client wrote. `instructed`: how many of the first
-    messages are of this request alone, not of the conversation.
+    `tools`: function specs, `tools_text` their canonical text, `strict`: the names of those whose
+    arguments must obey their schema. `structure`: the form of an answer that is no call. `forced`:
+    name of the tool that must be called, "" for any; None if the model may write text. `single`: at
+    most one call. `prefill`: the beginning of the answer, which the client wrote. `instructed`: how
+    many of the first messages are of this request alone, not of the conversation.
     """
 
     messages: tuple[ChatMessage, ...]
@@ -68,6 +78,8 @@ class ChatRequest(NamedTuple):
     stream: bool = False
     usage: bool = False  # True if a stream ends with token counts
     instructed: int = 0
+    strict: frozenset[str] = frozenset()
+    structure: Structure | None = None
     switches: Mapping[str, Any] = MappingProxyType({})  # variables of the chat template
     ignored: tuple[str, ...] = ()  # keys without an effect
 
@@ -170,20 +182,21 @@ def prefilled(messages: list[ChatMessage], raw: str) -> tuple[tuple[ChatMessage,
 
 
 def tools_of(
-    specs: list[tuple[Any, Any, Any]],
-) -> tuple[list[dict[str, Any]], str]:
-    """Make function specs from names, descriptions and parameters; also their canonical text.
+    specs: list[tuple[Any, Any, Any, Any]],
+) -> tuple[list[dict[str, Any]], str, frozenset[str]]:
+    """Make function specs from names, descriptions, parameters and whether they are strict.
 
-    Whether one is `strict` is left out: no model was trained to read it.
+    Return also their canonical text, and the names of the strict ones. The model is not told which
+    these are: none was trained to read it.
     """
     tools = []
-    for name, description, parameters in specs:
+    for name, description, parameters, _ in specs:
         require(isinstance(name, str) and bool(name), "tools: each must be a named function")
         parts = {"name": name, "description": description, "parameters": parameters}
         kept = {key: part for key, part in parts.items() if part is not None}
         tools.append({"type": "function", "function": kept})
     try:
-        return tools, canonical(tools)
+        return tools, canonical(tools), frozenset(name for name, *_, strict in specs if strict)
     except (ValueError, RecursionError) as error:
         raise RequestRefused(f"tools: {error}") from None
 

@@ -12,6 +12,7 @@ from actors.endpoint import request as parts
 from actors.endpoint.chat_form import ROLES, forced_tool, listed
 from actors.endpoint.request import ChatMessage, ChatRequest, RequestRefused, require
 from actors.endpoint.session import Completion
+from actors.endpoint.structure import structure_of
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {  # keys of which only these values are supported
     "background": (None, False),
@@ -42,14 +43,13 @@ def decode(body: bytes, earlier: Conversations) -> ChatRequest:
     ignored = parts.check_keys(value, _USED, _IGNORED, _NEUTRAL)
     form = value.get("text")
     form = form if isinstance(form, dict) else {}
-    plain = form.get("format") in (None, {"type": "text"})
-    require(plain, f"text.format: {form.get('format')!r} is not supported")
+    structure = structure_of("text.format", form.get("format"))
     messages, raw = _messages(value)
     instructions = parts.text_of(value.get("instructions"))
     instructed = [ChatMessage("system", instructions)] if instructions else []
     messages = [*instructed, *_continued(value, earlier), *messages]
     conversation, prefill = parts.prefilled(messages, raw)
-    tools, tools_text = parts.tools_of([*map(_function, parts.list_of(value, "tools"))])
+    tools, tools_text, strict = parts.tools_of([*map(_function, parts.list_of(value, "tools"))])
     calling, forced, single = parts.choice_of(
         tools, *forced_tool(value), value.get("parallel_tool_calls")
     )
@@ -58,6 +58,8 @@ def decode(body: bytes, earlier: Conversations) -> ChatRequest:
         model=parts.model_of(value),
         tools=tools,
         tools_text=tools_text,
+        strict=strict,
+        structure=structure,
         calling=calling,
         forced=forced,
         single=single,
@@ -129,12 +131,13 @@ def _messages(value: dict[str, Any]) -> tuple[list[ChatMessage], str]:
     return found, raw
 
 
-def _function(tool: Any) -> tuple[Any, Any, Any]:
+def _function(tool: Any) -> tuple[Any, Any, Any, Any]:
     kind = tool.get("type") if isinstance(tool, dict) else None
     if kind != "function":
         problem = f"tools: of type {kind!r}: the agent's own functions alone are supported"
         raise RequestRefused(problem[:500])
-    return tool.get("name"), tool.get("description"), tool.get("parameters")
+    strict = tool.get("strict") is True
+    return tool.get("name"), tool.get("description"), tool.get("parameters"), strict
 
 
 def _response(request: ChatRequest, answer: Completion, now_s: int) -> dict[str, Any]:
@@ -152,10 +155,11 @@ def _response(request: ChatRequest, answer: Completion, now_s: int) -> dict[str,
         "output": _items(request, answer),
         "parallel_tool_calls": not request.single,
         "temperature": answer.temperature,
-        "text": {"format": {"type": "text"}},
+        "text": {"format": request.structure.form if request.structure else {"type": "text"}},
         "tool_choice": _tool_choice(request),
         "tools": [
-            {"type": "function", "description": None, "parameters": None, "strict": False}
+            {"type": "function", "description": None, "parameters": None}
+            | {"strict": tool["function"]["name"] in request.strict}
             | tool["function"]
             for tool in request.tools
         ],

@@ -287,6 +287,7 @@ class AgentRunner:
                 experience_ids=[],
                 scores=[],
                 metrics=outcome.metrics,
+                grammars=session.grammars,
             )
         except RewardTooLarge as error:
             self._counts["no_reward"] += 1

@@ -15,9 +15,12 @@ from actors.engines.base import Engine, Generation, Request
 from actors.progress import TicketProgress
 from actors.rollout.episode_config import Setting
 from evolver_async.metrics.activity import GENERATING
+from evolver_async.model.grammar import GrammarError
 from evolver_async.protocol.transcripts import Turn
 from evolver_async.randomness import key
-from evolver_async.schema import FAILED_CALL, Ticket, TurnFlag
+from evolver_async.schema import FAILED_CALL, Grammar, Ticket, TurnFlag
+
+MAX_GRAMMARS = 32 << 10  # characters of an episode's; the header of a trajectory has twice that
 
 
 class Completion(NamedTuple):
@@ -61,6 +64,7 @@ class EndpointSession:
     turns: list[Turn] = field(default_factory=list)
     conversations: dict[str, tuple[ChatMessage, ...]] = field(default_factory=dict)
     _generated_s: float = 0.0
+    _ruled: dict[str, list[int]] = field(default_factory=dict)  # turns by their grammar
     _started: int = 0  # calls, each with a seed of its own
     _busy_since: float = 0.0
     _calls: set[asyncio.Task[None] | None] = field(default_factory=set)
@@ -114,10 +118,11 @@ class EndpointSession:
             self.limited = True
             text = f"an episode has at most {self.setting.max_turns} calls"
             raise RequestRefused(text, "max_turns")
+        grammar = self._grammar(request)
         pending = self.recorder.begin(request)
         try:
-            generation = await self._generate(pending)
-            answer = self._record(pending, generation)
+            generation = await self._generate(pending, grammar)
+            answer = self._record(pending, generation, grammar)
         except BaseException:
             self.recorder.abandon(pending)
             raise
@@ -148,7 +153,31 @@ class EndpointSession:
             flags[-1] |= TurnFlag.LATE
         return np.array(rewards, np.float32), flags
 
-    async def _generate(self, pending: PendingCall) -> Generation:
+    @property
+    def grammars(self) -> list[Grammar]:
+        """Return the grammars of the turns that obeyed one."""
+        stops = sorted(self.setting.chat.stop_tokens)
+        ruled = self._ruled.items()
+        return [Grammar(text=text, stops=stops, turns=turns) for text, turns in ruled]
+
+    def _grammar(self, request: ChatRequest) -> str:
+        """Return the grammar of an answer, "" for none. Raise RequestRefused.
+
+        Where the engine obeys none, strict tools have no effect: clients make them so by default.
+        """
+        text, form = self.template.grammar(request), request.structure
+        if text and not self.engine.obeys_grammars:
+            if form is not None and request.forced is None:
+                needs = "engine.kind torch and xgrammar (pip install 'evolver-async[grammar]')"
+                raise RequestRefused(f"{form.key}: needs {needs}")
+            return ""
+        if sum(map(len, {text, *self._ruled})) > MAX_GRAMMARS:
+            key = "tools" if form is None else form.key
+            problem = f"the schemas of an episode have more than {MAX_GRAMMARS} characters"
+            raise RequestRefused(f"{key}: {problem}")
+        return text
+
+    async def _generate(self, pending: PendingCall, grammar: str) -> Generation:
         context = pending.context
         room = min(self.ticket.sampling.max_tokens, self.setting.max_length - len(context))
         if room < 1:
@@ -169,6 +198,7 @@ class EndpointSession:
             stop_strings=pending.request.stop + ((CALL_END,) if pending.request.once else ()),
             session=name,
             seed=key(self.setting.seed, "sample", self._name, number),
+            grammar=grammar,
         )
         loop, task = asyncio.get_running_loop(), asyncio.current_task()
         if not self._calls:
@@ -179,6 +209,9 @@ class EndpointSession:
         try:
             with self.progress.clock.during(GENERATING):
                 return await self.engine.generate(call)
+        except GrammarError as error:
+            form = pending.request.structure
+            raise RequestRefused(f"{'tools' if form is None else form.key}: {error}") from None
         except Exception as error:
             self.failure = error
             raise
@@ -189,20 +222,24 @@ class EndpointSession:
             if not self._calls:
                 self._generated_s += loop.time() - self._busy_since
 
-    def _record(self, pending: PendingCall, generation: Generation) -> Completion:
+    def _record(self, pending: PendingCall, generation: Generation, grammar: str) -> Completion:
         request, turn = pending.request, self.recorder.turns
         text = self.setting.chat.text_of(generation.tokens)
         visible, stopped = text, ""
         for stop in request.stop:
             shorter, found, _ = visible.partition(stop)
             visible, stopped = shorter, found or stopped
-        said = pending.given + visible
+        # A thought that was closed for a structured answer is no part of it.
+        begun = pending.given if request.structure is None or request.forced is not None else ""
+        said = begun + visible
         parsed, ids = ParsedTurn(said, (), True), tuple[str, ...]()
         if request.calling:
             parsed, ids = self.template.parse(said, request.tools)
         prompt_tokens = len(pending.context)
         message = ChatMessage("assistant", parsed.content.strip(), parsed.calls)
         self.recorder.finish(pending, generation, message, ids)
+        if grammar and generation.tokens:
+            self._ruled.setdefault(grammar, []).append(turn)
         name = f"{self._name}/{turn}".replace("/", "-")
         self.conversations[name] = (*request.messages[request.instructed :], message)
         called = TurnFlag.TOOL_CALL if parsed.calls else TurnFlag(0)

@@ -8,6 +8,7 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from actors.endpoint import structure
 from actors.endpoint import tools as texts
 from actors.endpoint.request import ChatMessage, ChatRequest, RequestRefused
 from actors.formats.chat import Chat
@@ -74,20 +75,60 @@ class Template:
         """Return the beginning of the policy's turn, behind `context`, that it does not write: the
         client's prefill, and the opening of a call that it must make.
 
-        A call follows no thought, so one that the template opens is closed. Raise RequestRefused
-        where the syntax of calls cannot be forced.
+        Neither a call nor a structured answer follows a thought, so one that the template opens is
+        closed. Raise RequestRefused where the syntax of calls cannot be forced.
         """
         if request.once and self.native and self.syntax is not TAGGED:
             raise RequestRefused("parallel_tool_calls: this template's syntax ends no call")
-        if request.forced is None:
+        if request.forced is None and request.structure is None:
             return self._chat.plain(request.prefill)
-        if not self._opens:
+        if request.forced is not None and not self._opens:
             raise RequestRefused("tool_choice: this template's syntax of calls cannot be forced")
         thinks = (
             self._chat.decoded(context[-_TAIL:]).rstrip().endswith(THOUGHT) and not request.prefill
         )
         begun = "\n</think>\n\n" if thinks else self._chat.plain(request.prefill)
+        if request.forced is None:
+            return begun
         return begun + texts.opened(self._chat.plain(request.forced))
+
+    def grammar(self, request: ChatRequest) -> str:
+        """Return the grammar of what follows `given`, "" if anything may. Raise RequestRefused for
+        a form that cannot be prescribed.
+
+        Arguments of a strict tool obey its schema in a template that writes calls as JSON. Where
+        one tool is strict, calls of the others are at least objects.
+        """
+        form, single = request.structure, request.single
+        tools = list[tuple[str, dict[str, Any]]]()
+        for tool in request.tools if request.calling and self._opens else ():
+            name, schema = tool["function"]["name"], structure.ANY_OBJECT
+            if name in request.strict:
+                schema = tool["function"].get("parameters") or schema
+                structure.check(f"tools: {name}", schema)
+            tools.append((self._chat.plain(name), schema))
+        if form is not None and request.forced is None:
+            if request.prefill:
+                raise RequestRefused(f"{form.key}: the last message must not be the assistant's")
+            if not request.calling:
+                return structure.grammar(structure.answer(form.schema))
+            if not self._opens:
+                problem = "this template's syntax of calls cannot be prescribed: tool_choice none"
+                raise RequestRefused(f"{form.key}: beside tools {problem} is needed")
+            return structure.grammar(structure.answer_or_calls(form.schema, tools, single=single))
+        forced = request.forced
+        if forced:
+            tools = [tool for tool in tools if tool[0] == self._chat.plain(forced)]
+            strict = forced in request.strict
+        else:
+            strict = bool(request.strict)
+        if not (strict and tools):
+            return ""
+        if forced is None:
+            return structure.grammar(structure.calls_in_text(tools))
+        if forced:
+            return structure.grammar(structure.rest_of_call(tools[0][1]))
+        return structure.grammar(structure.rest_of_calls(tools, single=single))
 
     def _messages(
         self, messages: tuple[ChatMessage, ...], calls: list[SyntaxCall]

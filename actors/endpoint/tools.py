@@ -24,7 +24,7 @@ For each call return a JSON object with its name and arguments within <tool_call
 </tool_call>"""
 
 
-CALL_END = "</tool_call>"
+CALL_START, CALL_END = "<tool_call>", "</tool_call>"
 
 
 class ChatToolCall(NamedTuple):

@@ -12,6 +12,7 @@ from typing import Literal, Protocol
 
 import numpy as np
 
+from evolver_async.model.grammar import GrammarState
 from evolver_async.schema import WeightId
 
 
@@ -21,7 +22,8 @@ class Request:
 
     `tokens` is the whole context. `session` names the episode, whose KV is reused until
     `Engine.release`. The sampled tokens depend only on weights, context and `seed`. Temperature 0
-    is greedy.
+    is greedy. `grammar`: a structural tag of xgrammar that the text obeys, "" for none; what it
+    excludes is masked before sampling.
     """
 
     tokens: list[int]
@@ -31,6 +33,7 @@ class Request:
     seed: int
     stop_tokens: frozenset[int] = frozenset()
     stop_strings: tuple[str, ...] = ()
+    grammar: str = ""
 
 
 @dataclass(kw_only=True)
@@ -56,6 +59,7 @@ class RunningRequest:
     limit: int
     completers: frozenset[int]
     draws: list[float]
+    grammar: GrammarState | None
     future: asyncio.Future[Generation]
     out: Generation = field(default_factory=Generation)
 
@@ -68,8 +72,16 @@ class Engine(Protocol):
         """Return the weights that sample new tokens; None before the first update."""
         ...
 
+    @property
+    def obeys_grammars(self) -> bool:
+        """Return True if a request may have a grammar."""
+        ...
+
     async def generate(self, request: Request) -> Generation:
-        """Sample one turn. Cancelling the call ends the generation."""
+        """Sample one turn. Cancelling the call ends the generation.
+
+        Raise GrammarError for a grammar that cannot be compiled, or that no token can continue.
+        """
         ...
 
     def release(self, session: str) -> None:

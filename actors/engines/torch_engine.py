@@ -14,6 +14,7 @@ import asyncio
 import math
 import time
 from collections import deque
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -27,7 +28,10 @@ from actors.engines.decoding.kv_slots import Slots, check_model
 from actors.engines.decoding.prefill import choose_prefill
 from actors.engines.decoding.sampling import Draws, sample
 from actors.engines.decoding.stops import StopStrings
+from evolver_async.model import grammar
+from evolver_async.model.grammar import GrammarError, Grammars
 from evolver_async.model.policy import pair_state
+from evolver_async.model.projection import masked
 from evolver_async.schema import WeightId
 
 FIRST_TOKENS = 512  # of the first prefill step, as its speed is unknown
@@ -58,6 +62,7 @@ class TorchEngine:
         check_model(model.config, max_length)
         self.weights = weights
         self._model = model
+        self._tokenizer = tokenizer
         self._forward_pass = SlotModel(model, max_length)
         self._stops = StopStrings(tokenizer)
         self._draws = Draws()
@@ -84,8 +89,13 @@ class TorchEngine:
             ("generated", "prefilled", "reused", "stale", "steps", "busy_s", "forward_s"), 0.0
         )
 
+    @property
+    def obeys_grammars(self) -> bool:
+        return grammar.installed()
+
     async def generate(self, request: Request) -> Generation:
-        """Sample one turn. Raise ValueError for invalid tokens or a busy session."""
+        """Sample one turn. Raise ValueError for invalid tokens or a busy session, GrammarError as
+        `Engine.generate`."""
         if self.weights is None:
             raise RuntimeError("the engine has no weights yet")
         context = np.asarray(request.tokens, np.int32)
@@ -99,8 +109,11 @@ class TorchEngine:
             return Generation(finish="length")
         completers = self._stops.completers(request.stop_strings)
         draws = self._draws.of(request.seed, limit)
+        rule = None
+        if request.grammar:
+            rule = self._grammars.state(request.grammar, request.stop_tokens)
         future = asyncio.get_running_loop().create_future()
-        run = RunningRequest(request, context, limit, completers, draws, future)
+        run = RunningRequest(request, context, limit, completers, draws, rule, future)
         if self._loop is None:
             self._loop = asyncio.create_task(self._work(), name="engine")
         elif self._loop.done():
@@ -277,12 +290,17 @@ class TorchEngine:
             self._tokens_per_s = float(len(ran) * ran.max()) / max(spent_s, 1e-6)
         return logits_BV
 
+    @cached_property
+    def _grammars(self) -> Grammars:
+        return Grammars(self._tokenizer, self._model.config.vocab_size)
+
     def _advance(self, slots: np.ndarray, logits_BV: Tensor) -> None:
         """Sample one token per slot and end complete generations."""
         runs = [run for slot in slots if (run := self._running[slot]) is not None]
         if not runs or (weights := self.weights) is None:
             return
         draws = [run.draws[len(run.out.tokens)] for run in runs]
+        logits_BV = _ruled(logits_BV, runs)
         tokens_B, logprobs_B = sample(logits_BV, [run.request.temperature for run in runs], draws)
         self._stats["generated"] += len(runs)
         self._stats["stale"] += self._slots.stale(slots)
@@ -297,6 +315,15 @@ class TorchEngine:
                 self._slots.erase()  # KV of broken weights
                 self._searching |= self._active
                 continue
+            if run.grammar is not None:
+                try:
+                    run.grammar.accept(token)
+                except GrammarError:  # all tokens were masked
+                    self._leave(slot)
+                    if not run.future.done():
+                        problem = f"no token can follow {run.out.tokens[-8:]}"
+                        run.future.set_exception(GrammarError(problem))
+                    continue
             out = run.out
             out.tokens.append(token)
             out.logprobs.append(logprob)
@@ -310,3 +337,21 @@ class TorchEngine:
             self._leave(slot)
             if not run.future.done():
                 run.future.set_result(out)
+
+
+def _ruled(logits_BV: Tensor, runs: list[RunningRequest]) -> Tensor:
+    """Mask what the grammars of the runs exclude."""
+    if all(run.grammar is None for run in runs):
+        return logits_BV
+    masks_B = [None if run.grammar is None else run.grammar.allowed() for run in runs]
+    masks_MW = [mask_W for mask_W in masks_B if mask_W is not None]
+    if not masks_MW:
+        return logits_BV
+    ruled_B = np.array([mask_W is not None for mask_W in masks_B])
+    mask_B = np.where(ruled_B, np.cumsum(ruled_B) - 1, -1)
+    device = logits_BV.device
+    return masked(
+        logits_BV,
+        torch.from_numpy(mask_B).to(device),
+        torch.from_numpy(np.stack(masks_MW)).to(device),
+    )

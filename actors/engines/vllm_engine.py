@@ -67,6 +67,11 @@ class VllmEngine:
     def weights(self) -> WeightId | None:
         return self.core.weights
 
+    @property
+    def obeys_grammars(self) -> bool:
+        """Return False: vLLM's masks are not those that the learner derives."""
+        return False
+
     async def generate(self, request: Request) -> Generation:
         """Sample one turn. Raise ValueError for invalid tokens or a busy session."""
         if self.weights is None:

@@ -10,7 +10,7 @@ import numpy as np
 from actors.rollout.episode_config import Setting
 from evolver_async.protocol.transcripts import Transcript, Turn
 from evolver_async.randomness import key
-from evolver_async.schema import REWARD_ROUNDING, Sequence, Ticket, Trajectory
+from evolver_async.schema import REWARD_ROUNDING, Grammar, Sequence, Ticket, Trajectory
 
 
 @dataclass(frozen=True)
@@ -64,6 +64,7 @@ def assembled(
     experience_ids: list[int],
     scores: list[float],
     metrics: Mapping[str, float],
+    grammars: Iterable[Grammar] = (),
 ) -> Finished:
     """Assemble a finished episode of K turns without labels. `rewards`, `flags`: K each;
     `content`: the text that tells its task; `outcome`: success and termination; `seconds`: in the
@@ -90,6 +91,7 @@ def assembled(
         experience_ids=experience_ids,
         policy=policy,
         metrics=dict(metrics),
+        grammars=[*grammars],
         timing=dict(zip(("env_s", "generate_s", "total_s"), seconds, strict=True)),
     )
     transcript = Transcript(

@@ -24,7 +24,7 @@ from evolver_async.files import follow_umask
 from evolver_async.model import lean
 from evolver_async.model.attention import NAME as PACKED
 from evolver_async.model.borders import Borders
-from evolver_async.model.projection import project, projection_of
+from evolver_async.model.projection import TokenMasks, project, projection_of
 from evolver_async.model.tiny import make_tiny  # noqa: F401 (the wings take it from here)
 from evolver_async.model.tokenizer import (  # noqa: F401 (these, too)
     TOKENIZER_FILES,
@@ -238,8 +238,12 @@ def target_logprobs(
     *,
     with_entropy: bool = False,
     entropy_top_k: int = 0,
+    masks: TokenMasks | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute `token_logprobs` of targets, at least one, behind known hidden states."""
+    """Compute `token_logprobs` of targets, at least one, behind known hidden states.
+
+    `masks`: of targets that were sampled under a grammar.
+    """
     _, head = split_model(model)
     assert isinstance(model, PreTrainedModel)
     chunk = max(1, min(chunk, logits_at_once(hidden_ND.device) // model.config.vocab_size))
@@ -247,11 +251,13 @@ def target_logprobs(
     recompute = torch.is_grad_enabled() and len(targets_N) > chunk
     projection = projection_of(head, recompute)
     project_chunk = partial(project, projection, temperature, with_entropy, entropy_top_k)
+    targets = targets_N.long().split(chunk)
+    ruled = [None] * len(targets) if masks is None else map(masks.of, masks.mask_N.split(chunk))
     parts = [
         checkpoint(project_chunk, *pieces, use_reentrant=False, preserve_rng_state=False)
         if recompute
         else project_chunk(*pieces)
-        for pieces in zip(hidden_ND.split(chunk), targets_N.long().split(chunk), strict=True)
+        for pieces in zip(hidden_ND.split(chunk), targets, ruled, strict=True)
     ]
     logprobs_N, entropy_N = (torch.cat(part) for part in zip(*parts, strict=True))
     return logprobs_N, entropy_N

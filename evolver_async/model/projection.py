@@ -2,18 +2,37 @@
 
 A head in a short type sums the gradients of many chunks in float32.
 
-Shapes: `N` positions, `D` hidden size, `V` vocabulary, `K` likeliest tokens.
+Shapes: `N` positions, `D` hidden size, `V` vocabulary, `K` likeliest tokens, `M` masks, `W` bytes
+of one mask (ceil(V / 8)).
 """
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from evolver_async.model.products import linear
+
+# In place of a masked logit. Not -inf: an entropy would add 0 · inf.
+MASKED = -1e30
+
+
+class TokenMasks(NamedTuple):
+    """Masks of positions whose tokens obey a grammar.
+
+    mask_N int64: the position's row of allowed_MW, -1 if all tokens are allowed. allowed_MW uint8:
+    one bit per token, the lowest first.
+    """
+
+    mask_N: Tensor
+    allowed_MW: Tensor
+
+    def of(self, mask_N: Tensor) -> "TokenMasks":
+        """Return the masks of other positions."""
+        return TokenMasks(mask_N, self.allowed_MW)
 
 
 class Float32Gradient(torch.autograd.Function):
@@ -65,6 +84,17 @@ def projection_of(head: nn.Module, several: bool) -> Callable[[Tensor], Tensor]:
     return lambda hidden_ND: ChunkLinear.apply(hidden_ND, weight_VD.detach(), wide_VD, bias)
 
 
+def masked(logits_NV: Tensor, mask_N: Tensor, allowed_MW: Tensor) -> Tensor:
+    """Replace the logits of tokens that `TokenMasks` exclude by `MASKED`. Differentiable."""
+    ruled_R = (mask_N >= 0).nonzero().squeeze(-1)
+    if not len(ruled_R):
+        return logits_NV
+    allowed_RW = allowed_MW[mask_N[ruled_R]]
+    bit_8 = torch.arange(8, dtype=torch.uint8, device=allowed_RW.device)
+    allowed_RV = (allowed_RW[..., None] >> bit_8 & 1).flatten(1)[:, : logits_NV.shape[1]].bool()
+    return logits_NV.index_put((ruled_R,), logits_NV[ruled_R].where(allowed_RV, MASKED))
+
+
 def project(
     head: Callable[[Tensor], Tensor],
     temperature: float,
@@ -72,11 +102,14 @@ def project(
     entropy_top_k: int,
     hidden_ND: Tensor,
     targets_N: Tensor,
+    masks: TokenMasks | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute the log-probs of a chunk of targets, and their entropies or 0."""
     logits_NV = head(hidden_ND).float()
     if temperature not in (0.0, 1.0):
         logits_NV = logits_NV / temperature
+    if masks is not None:
+        logits_NV = masked(logits_NV, *masks)
     logps_NV = logits_NV.log_softmax(-1)
     picked_N = logps_NV.gather(-1, targets_N[:, None]).squeeze(-1)
     if not with_entropy:

@@ -16,6 +16,7 @@ import torch
 
 from evolver_async.model.borders import Borders
 from evolver_async.model.prefix_trees import SortedRows
+from evolver_async.model.projection import TokenMasks
 from evolver_async.schema import Array
 from learner.data.layout import Layout, cut_rows, cut_trees, place, ranges
 
@@ -36,7 +37,8 @@ class MicroBatch:
     bool, stripped_N bool, trajectory_N int64 (0..trajectories-1 within this micro-batch), length_N
     int64 (ACTION tokens of the token's whole trajectory), position_N int64 (its place among them,
     as written), group_N int64 (index of its group in the batch). row_B int64: the batch's number of
-    each row; end_B int64: the index into read_K of its last token.
+    each row; end_B int64: the index into read_K of its last token. masks_Q: of predictions under a
+    grammar, None without any.
     """
 
     tokens_BT: torch.Tensor
@@ -58,6 +60,14 @@ class MicroBatch:
     row_B: torch.Tensor
     end_B: torch.Tensor
     borders: Borders | None
+    masks_Q: TokenMasks | None = None
+
+    @property
+    def masks_N(self) -> TokenMasks | None:
+        """Masks of the ACTION tokens."""
+        if self.masks_Q is None:
+            return None
+        return self.masks_Q.of(self.masks_Q.mask_N[self.prediction_N])
 
     @property
     def source_N(self) -> torch.Tensor:
@@ -85,6 +95,8 @@ class Batch:
     in the sampled context and is in no row), truncated_P bool (the episode was cut off).
     turn_start_P int64[P+1]: the turns of trajectory p are turn_start_P[p]:turn_start_P[p+1] of
     turn_reward_U float64, label_U int8.
+    mask_N int64 (row of allowed_MW, -1 where no grammar ruled), allowed_MW uint8: see `TokenMasks`;
+    None if no turn obeyed a grammar.
     `sampled`: the same trajectories with the rows and ACTION tokens of the stripped ones alone, in
     the contexts that they were sampled in; None if nothing is stripped.
     `taught`: stripped rows of the guided trajectories whose own rows teach them, with `sampled`
@@ -117,6 +129,8 @@ class Batch:
     turn_start_P: Array
     turn_reward_U: Array
     label_U: Array
+    mask_N: Array | None = None
+    allowed_MW: Array | None = None
     sampled: "Batch | None" = None
     taught: "Batch | None" = None
     whole_groups: bool = False
@@ -293,9 +307,13 @@ def lay_out(batch: Batch, rows_B: Array, device: torch.device, layout: Layout) -
     read = np.concatenate([place_A[acts_N - 1], place_A[np.cumsum(lengths_B) - 1]])
     read_K, found = np.unique(read, return_inverse=True)
     target_N, source_N = tokens_A[acts_N], found[: len(acts_N)]
-    pair_N = source_N * (1 + tokens_A.max()) + target_N
-    _, first_Q, prediction_N = np.unique(pair_N, return_index=True, return_inverse=True)
     index_N = ranges(batch.action_start_R[rows_B], batch.action_start_R[rows_B + 1])
+    pair_N = source_N * (1 + tokens_A.max()) + target_N
+    if (
+        batch.mask_N is not None and batch.allowed_MW is not None
+    ):  # equal tokens of equal contexts can be under different masks
+        pair_N = pair_N * (1 + len(batch.allowed_MW)) + 1 + batch.mask_N[index_N]
+    _, first_Q, prediction_N = np.unique(pair_N, return_index=True, return_inverse=True)
     trajectory_N = batch.trajectory_N[index_N]
 
     def tensor(array: Array) -> torch.Tensor:
@@ -321,4 +339,17 @@ def lay_out(batch: Batch, rows_B: Array, device: torch.device, layout: Layout) -
         row_B=tensor(rows_B),
         end_B=tensor(found[len(acts_N) :]),
         borders=placed.borders,
+        masks_Q=_masks(batch, index_N[first_Q], device),
     )
+
+
+def _masks(batch: Batch, index_Q: Array, device: torch.device) -> TokenMasks | None:
+    """Return the masks of these of the batch's ACTION tokens; None if none has one."""
+    if batch.mask_N is None or batch.allowed_MW is None:
+        return None
+    used, mask_Q = np.unique(batch.mask_N[index_Q], return_inverse=True)
+    free = int(used[0] < 0) if len(used) else 0
+    if len(used) == free:
+        return None
+    allowed_MW = torch.from_numpy(batch.allowed_MW[used[free:]])
+    return TokenMasks(torch.from_numpy(mask_Q - free).to(device), allowed_MW.to(device))

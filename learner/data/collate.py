@@ -12,7 +12,9 @@ from typing import Any
 
 import numpy as np
 
+from evolver_async.errors import Inconsistency
 from evolver_async.lineages import Fork, version_lag
+from evolver_async.model.grammar import GrammarError, Grammars
 from evolver_async.randomness import uniform
 from evolver_async.schema import Array, Group, Role, Sequence, Trajectory, WeightId
 from learner.data.batch import Batch
@@ -85,11 +87,13 @@ def collate(
     internalise: Internalise,
     *,
     whole_groups: bool = False,
+    grammars: Callable[[], Grammars] | None = None,
 ) -> Batch:
     """Internalise and flatten the sequences of `groups` (at least one group).
 
     `lags`: the version lag of every weight id that sampled a token (`lag_table`); tokens of a
-    scripted policy have lag 0 and behaviour log-prob 0. `whole_groups`: see `Batch`.
+    scripted policy have lag 0 and behaviour log-prob 0. `whole_groups`: see `Batch`. `grammars`:
+    called if some turn obeyed a grammar; GrammarError if its tokens do not.
     """
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     group_P = np.repeat(np.arange(len(groups)), [len(group.trajectories) for group in groups])
@@ -104,7 +108,13 @@ def collate(
         wanted = np.flatnonzero(wanted_P).tolist()
         sequences = [trajectories[index].sequences for index in wanted]
         trajectory_S = np.repeat(wanted, [len(some) for some in sequences])
-        return _Rows([*chain(*sequences)], lags, trajectory_S, stripped_P[trajectory_S])
+        of_S = [trajectories[index] for index in trajectory_S]
+        masks = None
+        if any(one.grammars for one in of_S):
+            if grammars is None:
+                raise Inconsistency("there are turns that obeyed a grammar, and no compiler")
+            masks = _masks([*chain(*sequences)], of_S, grammars())
+        return _Rows([*chain(*sequences)], lags, trajectory_S, stripped_P[trajectory_S], masks)
 
     facts = {
         "group_P": group_P,
@@ -141,6 +151,7 @@ class _Rows:
         lags: dict[WeightId, Lag],
         trajectory_S: Array,
         stripped_S: Array,
+        masks: tuple[Array, Array] | None,
     ) -> None:
         self.trajectory_S, self.stripped_S = trajectory_S, stripped_S
         self.length_S = np.array([len(one) for one in sequences], np.int64)
@@ -155,6 +166,9 @@ class _Rows:
             "mu_N": _joined([one.logprobs for one in sequences], np.float32),
             "turn_N": _joined([one.turns for one in sequences], np.int64),
         }
+        self.allowed_MW = None
+        if masks is not None:
+            joined["mask_N"], self.allowed_MW = masks
         self.of_N = {name: array_T[self.trained_T] for name, array_T in joined.items()}
         trained_A = self.trained_T[action_T]
         runs = _of_runs(sequences, lags, self._sums(action_T).tolist())
@@ -186,6 +200,7 @@ class _Rows:
             "action_start_R": _starts(self.count_S[wanted_S]),
             "trajectory_R": self.trajectory_S[wanted_S],
             **of_N,
+            "allowed_MW": self.allowed_MW,
             "length_P": np.bincount(trajectory_N, minlength=trajectories),
             "lag_P": lag_P,
         }
@@ -221,6 +236,38 @@ def _of_runs(
         name: np.repeat(np.array(value, dtype), tokens)
         for (name, dtype), value in zip(names.items(), values, strict=True)
     }
+
+
+def _masks(
+    sequences: list[Sequence], of_S: list[Trajectory], compiler: Grammars
+) -> tuple[Array, Array]:
+    """Walk the grammars over the tokens that obeyed them. `of_S`: the sequences' trajectories.
+
+    Return mask_T int64 (row of the second, -1 where all tokens were allowed) and the different
+    masks allowed_MW, of `GrammarState.allowed`. GrammarError if a token was not allowed.
+    """
+    mask_T = np.full(sum(map(len, sequences)), -1, np.int64)
+    masks: dict[bytes, int] = {}
+    start = 0
+    for sequence, trajectory in zip(sequences, of_S, strict=True):
+        action_L = sequence.roles == Role.ACTION
+        for grammar, turn in ((one, turn) for one in trajectory.grammars for turn in one.turns):
+            places = np.flatnonzero(action_L & (sequence.turns == turn))
+            if not len(places):
+                continue
+            state = compiler.state(grammar.text, grammar.stops)
+            try:
+                for place in places.tolist():
+                    if (mask_W := state.allowed()) is not None:
+                        mask_T[start + place] = masks.setdefault(mask_W.tobytes(), len(masks))
+                    state.accept(int(sequence.tokens[place]))
+            except GrammarError as error:
+                where = f"trajectory {trajectory.trajectory_id}, turn {turn}"
+                advice = "have actors and learner the same version of xgrammar?"
+                raise GrammarError(f"{where}: {error}: {advice}") from None
+        start += len(sequence)
+    width = len(next(iter(masks), b""))
+    return mask_T, np.frombuffer(b"".join(masks), np.uint8).reshape(len(masks), width)
 
 
 def _joined(arrays: list[Array], dtype: type) -> Array:

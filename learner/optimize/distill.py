@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from evolver_async.config import Config
 from evolver_async.model import policy
-from evolver_async.model.projection import projection_of
+from evolver_async.model.projection import TokenMasks, masked, projection_of
 from learner.data.batch import Batch, MicroBatch, Minibatch, lay_out
 from learner.data.layout import Layout
 from learner.loss.distill import forward_kl
@@ -83,7 +83,7 @@ class Distillation:
 
         known_ND: the teacher's hidden states behind which the same tokens are predicted.
         """
-        kl_N = self._divergence(model, known_ND, _hidden(model, student))
+        kl_N = self._divergence(model, known_ND, _hidden(model, student), student.masks_N)
         scale_N = token_scale(
             self.aggregation,
             student.length_N,
@@ -94,7 +94,11 @@ class Distillation:
         return self.coef * (scale_N * kl_N).sum(), kl_N.detach().sum()
 
     def _divergence(
-        self, model: torch.nn.Module, known_ND: torch.Tensor, hidden_ND: torch.Tensor
+        self,
+        model: torch.nn.Module,
+        known_ND: torch.Tensor,
+        hidden_ND: torch.Tensor,
+        masks_N: TokenMasks | None,
     ) -> torch.Tensor:
         """Compute the KL of every token in chunks, which the backward pass computes again."""
         _, head = policy.split_model(model)
@@ -104,7 +108,11 @@ class Distillation:
         chunk = max(1, min(self.chunk, most // model.config.vocab_size))
         recompute = len(hidden_ND) > chunk
         compute = partial(self._chunk, projection_of(head, False), projection_of(head, recompute))
-        pieces = zip(known_ND.split(chunk), hidden_ND.split(chunk), strict=True)
+        known = known_ND.split(chunk)
+        ruled = [None] * len(known)
+        if masks_N is not None:
+            ruled = map(masks_N.of, masks_N.mask_N.split(chunk))
+        pieces = zip(known, hidden_ND.split(chunk), ruled, strict=True)
         return torch.cat(
             [
                 checkpoint(compute, *one, use_reentrant=False, preserve_rng_state=False)
@@ -120,11 +128,15 @@ class Distillation:
         trained_head: Callable[[torch.Tensor], torch.Tensor],
         known_ND: torch.Tensor,
         hidden_ND: torch.Tensor,
+        masks: TokenMasks | None,
     ) -> torch.Tensor:
         heat = self.temperature or 1.0  # log-probs of greedy decoding are those of temperature 1
         with torch.no_grad():
             teacher_NV = head(known_ND).float() / heat
-        return forward_kl(teacher_NV, trained_head(hidden_ND).float() / heat)
+        student_NV = trained_head(hidden_ND).float() / heat
+        if masks is not None:
+            teacher_NV, student_NV = masked(teacher_NV, *masks), masked(student_NV, *masks)
+        return forward_kl(teacher_NV, student_NV)
 
 
 def distillation_of(

@@ -54,7 +54,7 @@ class Scorer:
         hidden_KD = policy.hidden_states(model, micro.tokens_BT, micro.borders, micro.read_K)
         hidden_QD = hidden_KD.index_select(0, micro.source_Q)
         found = policy.target_logprobs(
-            model, hidden_QD, micro.target_Q, self.temperature, self.chunk
+            model, hidden_QD, micro.target_Q, self.temperature, self.chunk, masks=micro.masks_Q
         )
         return found[0].index_select(0, micro.prediction_N)
 

@@ -1,6 +1,6 @@
 """Models of a learner: the policy with its optimizer, the KL reference and the critic."""
 
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 
 import torch
@@ -11,6 +11,7 @@ from evolver_async.checkpoint.directory import CheckpointError
 from evolver_async.config import Config
 from evolver_async.config.load import stage_config
 from evolver_async.model import lora, policy, precision, row_checks
+from evolver_async.model.grammar import Grammars
 from evolver_async.model.tokenizer import ModelError
 from evolver_async.weights import probe
 from evolver_async.weights.channel.source import WeightSource, WholeTensors
@@ -95,6 +96,13 @@ class Models:
         self.critic: Critic | None = None
         self._probe_text: list[int] | None = None  # written when weights are first published
         self.token_budgets: dict[bool, int] = {}  # measured, without and with a critic
+
+    @cached_property
+    def grammars(self) -> Grammars:
+        """Compiler of grammars for the policy's tokenizer."""
+        tokenizer = policy.load_tokenizer(self.config.policy.path)
+        assert isinstance(self.model, PreTrainedModel)
+        return Grammars(tokenizer, self.model.config.vocab_size)
 
     def begin_stage(self, stage: Config, index: int) -> None:
         """Carry out the beginning of a stage, once: reset the optimizer, renew the reference or

@@ -11,6 +11,7 @@ from evolver_async.config import Config
 from evolver_async.metrics.writer import Timers
 from evolver_async.model import policy
 from evolver_async.model.borders import Borders
+from evolver_async.model.projection import TokenMasks
 from learner.data.batch import MicroBatch, Minibatch
 from learner.diagnostics.offpolicy import Accounting
 from learner.optimize.critic import Critic, CriticTraining
@@ -178,7 +179,7 @@ class Passes:
                 self.models.model, micro.tokens_BT, micro.borders, micro.read_K
             )
             hidden_QD = hidden_KD.index_select(0, micro.source_Q)
-            found_Q = self._logprobs(stage, hidden_QD, micro.target_Q)
+            found_Q = self._logprobs(stage, hidden_QD, micro.target_Q, micro.masks_Q)
             theta_N, entropy_N = (one.index_select(0, micro.prediction_N) for one in found_Q)
             value, terms = loss(theta_N, entropy_N, micro, minibatch, accounting)
         if critic is None:
@@ -187,7 +188,11 @@ class Passes:
         return value + values, terms | more
 
     def _logprobs(
-        self, stage: Config, hidden_ND: torch.Tensor, target_N: torch.Tensor
+        self,
+        stage: Config,
+        hidden_ND: torch.Tensor,
+        target_N: torch.Tensor,
+        masks: TokenMasks | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return log-probs, with gradient, and entropies of targets behind hidden states."""
         return policy.target_logprobs(
@@ -198,6 +203,7 @@ class Passes:
             stage.learner.logprob_chunk,
             with_entropy=True,
             entropy_top_k=stage.loss.entropy_top_k,
+            masks=masks,
         )
 
 

@@ -63,6 +63,7 @@ class Scripted:
     """An engine that says its script, one text (or list of tokens) a request, and ends the turn."""
 
     weights: WeightId | None = NEW
+    obeys_grammars = False
 
     def __init__(self, *said: Said, chat: Chat = CHAT) -> None:
         self.said = iter(said)
