@@ -80,10 +80,13 @@ resolve-gpu: $(RESOLVER_INSTALLED)
 		echo "constraints-gpu.txt resolves for Python $$version"; \
 	done
 
+# xgrammar wants triton, 200 MB that it needs on GPUs alone, where torch brings it.
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check \
-		--constraint constraints.txt --editable '.[dev,faiss]'
+		--constraint constraints.txt --editable '.[dev,faiss]' apache-tvm-ffi
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps \
+		--constraint constraints.txt xgrammar
 	touch $@
 
 $(MODEL)/config.json: $(INSTALLED)

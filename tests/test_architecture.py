@@ -68,6 +68,7 @@ HOMES: dict[str, tuple[str, ...]] = {
     "verifiers": ("actors.envs.adapters.verifiers_env",),
     "openenv": ("actors.envs.adapters.openenv_env",),
     "math_verify": ("actors.rewards.answers",),
+    "xgrammar": ("evolver_async.model.grammar",),
     "httpx": (
         "actors.experience.embedding_endpoint",
         "actors.llm.client",

@@ -61,6 +61,7 @@ class Parrot:
     """An engine that says the same call of a tool, at once."""
 
     weights: WeightId | None = WEIGHTS
+    obeys_grammars = False
 
     async def generate(self, request: Request) -> Generation:
         count = len(SAID)

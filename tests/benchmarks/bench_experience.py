@@ -75,6 +75,7 @@ class Walker:
     """An engine that says "left" at once: the episodes go on to their last turn."""
 
     weights = WeightId(lineage=1, step=0)
+    obeys_grammars = False
 
     def __init__(self, chat: Chat) -> None:
         self._tokens = chat.tokens_of(" left</answer>")

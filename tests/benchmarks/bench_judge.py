@@ -51,6 +51,7 @@ class Walker:
     """An engine that says random moves, at once."""
 
     weights: WeightId | None = WEIGHTS
+    obeys_grammars = False
 
     async def generate(self, request: Request) -> Generation:
         move = random.Random(request.seed).choice(ACTIONS)

@@ -702,7 +702,8 @@ def test_who_says_nothing_is_hung_up_on_and_who_waits_for_an_answer_is_not(
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"response_format": {"type": "grammar"}}, "response_format"),
+        ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format"),
         ({"n": 0}, "n: "),
         ({"n": 1000}, "n: "),
         ({"tool_choice": "required"}, "tool_choice"),

@@ -1,24 +1,27 @@
-"""Structured output from a random policy: it parses, and the learner scores it as it was sampled."""
+"""Structured output of a random policy: it parses, and the learner scores it as it was sampled."""
 
-import asyncio
+import copy
 import json
+from pathlib import Path
 from typing import Any
 
 import httpx
 import numpy as np
+import openai
 import pytest
 import torch
-from scripted_agents import ASK, CHATS, LOOK, NEW, Client, Ran, Scripted, ask, run
+from scripted_agents import ASK, NEW, Client, Ran, Scripted, ask, run
 from transformers import Qwen3Config
 from transformers.models.auto import AutoModelForCausalLM
+from updates import config, updater
 
-from actors.endpoint import chat_form
+from actors.endpoint import structure
 from actors.endpoint.request import RequestRefused
 from actors.endpoint.session import MAX_GRAMMARS
-from actors.endpoint.structure import structure_of
-from actors.endpoint.template import Template
 from actors.engines.torch_engine import TorchEngine
 from actors.formats.chat import Chat
+from evolver_async.config import StageConfig
+from evolver_async.config.load import stage_config
 from evolver_async.model import policy
 from evolver_async.model.grammar import GrammarError, Grammars
 from evolver_async.model.tiny import make_tokenizer
@@ -29,6 +32,7 @@ from learner.data.collate import Internalise, collate, lag_table
 from learner.data.layout import Layout
 from learner.optimize.logprobs import Scorer
 from learner.ranks.process_group import alone
+from learner.state import LearnerState
 
 LENGTH, TEMPERATURE = 1024, 0.7
 TOKENIZER = make_tokenizer(LENGTH)
@@ -71,14 +75,23 @@ def play(player: Any, model: Any, **changes: Any) -> Ran:
     return run(player, engine_of(model), **(usual | changes))
 
 
-def batch_of(trajectory: Trajectory, model: Any) -> Batch:
+def group_of(trajectory: Trajectory) -> Group:
+    """The group as it arrives."""
     task = Task(task_id="t", env="bandit", split="train", map_seed=0)
     facts: dict[str, Any] = {"task": task, "kind": "rollout", "stage": 0, "use": 0}
-    arrived = unwrap(wrap(trajectory))
-    group = Group(group_id=0, trajectories=[arrived], **facts)
+    return Group(group_id=0, trajectories=[unwrap(wrap(trajectory))], **facts)
+
+
+def batch_of(trajectory: Trajectory, model: Any) -> Batch:
+    group = group_of(trajectory)
     lags = lag_table([group], NEW, {})
     grammars = Grammars(TOKENIZER, model.config.vocab_size)
     return collate([group], lags, Internalise(0.0, 0), grammars=lambda: grammars)
+
+
+def bits(mask_W: np.ndarray | None) -> list[int]:
+    assert mask_W is not None
+    return np.flatnonzero(np.unpackbits(mask_W, bitorder="little")).tolist()
 
 
 def conforms(value: Any) -> bool:
@@ -152,8 +165,6 @@ def test_the_learner_scores_the_masked_distribution(layout: Layout) -> None:
     assert [bool(ruled[turn].all()) for turn in (0, 1, 3, 4)] == [True] * 4
     assert not ruled[2].any() and not ruled[5].all()
     score = Scorer(TEMPERATURE, token_budget=4096, chunk=16, ranks=alone("cpu"), layout=layout)
-    if layout != "padded":
-        model.set_attn_implementation("sdpa")
     np.testing.assert_allclose(score(model, batch.whole()), batch.mu_N, atol=1e-4)
 
 
@@ -197,33 +208,57 @@ def test_the_gradient_flows_through_allowed_tokens_alone() -> None:
 
     batch = batch_of(play(player, model).one, model)
     (micro,) = batch.whole().micro_batches(4096, torch.device("cpu"))
-    hidden_KD = policy.hidden_states(model, micro.tokens_BT, None, micro.read_K).detach()
-    hidden_QD = hidden_KD[micro.source_Q]
+    hidden_KD = policy.hidden_states(model, micro.tokens_BT, None, micro.read_K)
+    hidden_QD = hidden_KD[micro.source_Q].detach()
     assert micro.masks_Q is not None
-    seen: list[torch.Tensor] = []
-    head = model.get_output_embeddings()
-    hook = head.register_forward_hook(lambda *call: seen.append(call[-1]) or call[-1])
-    model.config.tie_word_embeddings = False
-    found = {}
-    for masks in (micro.masks_Q, None):
-        seen.clear()
-        found[masks is None] = policy.target_logprobs(
-            *(model, hidden_QD, micro.target_Q, TEMPERATURE, 4096),
-            with_entropy=True,
-            masks=masks,
-        )
-    hook.remove()
-    logprobs_Q, entropy_Q = found[False]
     mask_Q, allowed_MW = micro.masks_Q
     allowed_QV = np.unpackbits(allowed_MW[mask_Q].numpy(), axis=1, bitorder="little")
     allowed_QV = torch.from_numpy(allowed_QV[:, : model.config.vocab_size].astype(bool))
-    logits_QV = (hidden_QD @ head.weight.T).detach().requires_grad_()
-    naive_QV = (logits_QV / TEMPERATURE).masked_fill(~allowed_QV, -torch.inf).log_softmax(-1)
-    naive_Q = naive_QV.gather(1, micro.target_Q[:, None])[:, 0]
-    assert (naive_Q - logprobs_Q).abs().max() < 1e-5
-    assert (entropy_Q >= -1e-6).all() and entropy_Q.isfinite().all()
+    weight_VD = model.get_output_embeddings().weight
+    gradients, entropies = [], []
+    for masks in (micro.masks_Q, None):
+        logprobs_Q, entropy_Q = policy.target_logprobs(
+            *(model, hidden_QD, micro.target_Q, TEMPERATURE, 16), with_entropy=True, masks=masks
+        )
+        gradients += torch.autograd.grad(logprobs_Q.sum() + entropy_Q.sum(), weight_VD)
+        entropies.append(entropy_Q)
+        if masks is not None:
+            logits_QV = (hidden_QD @ weight_VD.T / TEMPERATURE).masked_fill(~allowed_QV, -torch.inf)
+            naive_Q = logits_QV.log_softmax(-1).gather(1, micro.target_Q[:, None])[:, 0]
+            assert (naive_Q - logprobs_Q).abs().max() < 1e-5
+            assert (naive_Q[micro.prediction_N] - micro.mu_N).abs().max() < 1e-5
+    never_V = ~allowed_QV.any(0)
+    masked_VD, whole_VD = gradients
+    assert never_V.any() and not masked_VD[never_V].any() and masked_VD[~never_V].any()
+    assert whole_VD[never_V].abs().sum(1).all()
     single_Q = allowed_QV.sum(1) == 1
-    assert single_Q.any() and (entropy_Q[single_Q].abs() < 1e-6).all()
+    assert single_Q.any() and (entropies[0][single_Q] == 0).all()
+    assert (entropies[0] < entropies[1]).all()
+
+
+def test_ratios_of_a_first_step_are_one(tmp_path: Path) -> None:
+    path = tmp_path / "policy"
+    sizes = {"hidden_size": 32, "layers": 1, "heads": 2, "intermediate_size": 48}
+    policy.make_tiny(path, seed=0, max_length=LENGTH, **sizes)
+    settings = config(path, [StageConfig(kind="rl", steps=3)], kl_coef=0.1)
+    settings.rollout.temperature = TEMPERATURE
+    settings.policy.max_length = LENGTH
+    learner = updater(settings, tmp_path)
+
+    async def player(client: Client) -> float:
+        await ask(client, ASK, response_format=NESTED)
+        await ask(client, ASK)
+        return 1.0
+
+    group = group_of(play(player, copy.deepcopy(learner.model)).one)
+    stage = stage_config(settings, 0)
+    learner.ensure_reference(stage, 0)
+    state = LearnerState(lineage=NEW.lineage)
+    outcome = learner.rl(stage, [group], state, {}, 3)
+    assert outcome.updates == 1
+    assert outcome.metrics["loss/kl"] == pytest.approx(0, abs=1e-6)
+    for name in ("w_mean", "w_q05", "w_q95", "r_mean"):
+        assert outcome.metrics[f"offpolicy/{name}"] == pytest.approx(1, abs=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -242,13 +277,63 @@ def test_the_gradient_flows_through_allowed_tokens_alone() -> None:
 )
 def test_a_schema_that_no_grammar_expresses_is_refused_by_name(schema: Any, named: str) -> None:
     with pytest.raises((RequestRefused, GrammarError), match=named):
-        form = structure_of("text.format", {"type": "json_schema", "schema": schema})
+        form = structure.structure_of("text.format", {"type": "json_schema", "schema": schema})
         assert form is not None
-        from actors.endpoint import structure
+        text = structure.grammar(structure.answer(form.schema))
+        Grammars(TOKENIZER, len(TOKENIZER)).state(text, [3])
 
-        Grammars(TOKENIZER, len(TOKENIZER)).state(
-            structure.grammar(structure.answer(form.schema)), [3]
-        )
+
+def test_special_tokens_are_no_text_of_a_grammar_and_free_text_may_have_them() -> None:
+    compiler = Grammars(TOKENIZER, len(TOKENIZER))
+    (stop, special) = (TOKENIZER.eos_token_id, TOKENIZER.convert_tokens_to_ids("<|user|>"))
+    tools = [("look", ARGUMENTS)]
+    free = compiler.state(structure.grammar(structure.calls_in_text(tools)), [stop])
+    for token in (special, *TOKENIZER.encode("so <tool_call>")):
+        assert free.allowed() is None
+        free.accept(token)
+    (newline,) = TOKENIZER.encode("\n")
+    assert bits(free.allowed()) == [newline]
+    ruled = compiler.state(structure.grammar(structure.answer({"type": "string"})), [stop])
+    for token in TOKENIZER.encode('"a'):
+        ruled.allowed()
+        ruled.accept(token)
+    found = bits(ruled.allowed())
+    assert TOKENIZER.convert_tokens_to_ids("left") in found
+    assert not {stop, special} & {*found}
+    with pytest.raises(GrammarError):
+        ruled.accept(special)
+
+
+def test_a_grammar_that_no_token_continues_is_refused() -> None:
+    tab = {"type": "string", "pattern": "^\t$"}  # control characters are no JSON
+
+    async def player(client: Client) -> float:
+        form = {"type": "json_schema", "json_schema": {"name": "a", "schema": tab}}
+        with pytest.raises(openai.BadRequestError, match="response_format: no token"):
+            await ask(client, ASK, response_format=form)
+        await ask(client, ASK, max_tokens=3)
+        return 1.0
+
+    ran = play(player, model_of())
+    assert len(ran.one.turn_flags) == 1 and ran.counts["agent/episodes"] == 1
+
+
+def test_a_thought_that_a_template_opens_is_closed_before_an_answer() -> None:
+    thinking = copy.deepcopy(TOKENIZER)
+    thinking.chat_template = thinking.chat_template.replace(
+        "<|assistant|>{% endif %}", "<|assistant|><think>\n{% endif %}"
+    )
+    heard: list[str] = []
+
+    async def player(client: Client) -> float:
+        heard.append((await ask(client, ASK, response_format=NESTED)).content)
+        return 1.0
+
+    chat = Chat(thinking)
+    (sequence,) = play(player, model_of(), chat=chat).one.sequences
+    assert conforms(json.loads(heard[0]))
+    given = chat.decoded(sequence.tokens[sequence.roles == Role.PROMPT].tolist())
+    assert given.endswith("<think>\n\n</think>\n\n")
 
 
 def test_a_refused_schema_costs_no_turn() -> None:
@@ -275,7 +360,7 @@ def test_an_engine_without_grammars_refuses_and_leaves_strict_tools_free() -> No
     engine = Scripted("gold")
 
     async def player(client: Client) -> float:
-        with pytest.raises(Exception, match="response_format: needs"):
+        with pytest.raises(openai.BadRequestError, match="response_format: needs"):
             await ask(client, ASK, response_format=NESTED)
         await ask(client, ASK, tools=[STRICT])
         return 1.0
