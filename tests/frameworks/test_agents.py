@@ -8,9 +8,10 @@ packages beside those of the project.
 import asyncio
 import json
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, Literal
 
 import pytest
+from random_policy import model_of, play
 from scripted_agents import Client, Said, Scripted, run
 
 LONG = {"max_turns": 20, "max_length": 1 << 16, "episode_timeout_s": 300.0}
@@ -118,6 +119,45 @@ def test_pydantic_ai_returns_typed_outputs(api: str) -> None:
 
     said = rest("look", where="left"), rest("final_result", place="left", sure=True)
     assert plays(play, *said) == 1
+
+
+@pytest.mark.parametrize("api", ["chat", "responses"])
+def test_structured_outputs_of_a_random_policy_are_valid(api: str) -> None:
+    pydantic_ai = pytest.importorskip("pydantic_ai")
+    langchain = pytest.importorskip("langchain_openai")
+    from pydantic import BaseModel, Field
+    from pydantic_ai.models import openai
+    from pydantic_ai.providers.openai import OpenAIProvider
+
+    class Place(BaseModel):
+        """Where it is."""
+
+        side: Literal["left", "right"]
+
+    class Answer(BaseModel):
+        """The answer."""
+
+        place: Place
+        sure: bool
+        steps: int = Field(ge=0, le=99)
+        notes: list[Literal["a", "b"]] = Field(max_length=2)
+
+    heard: list[Any] = []
+
+    async def player(client: Client) -> float:
+        url, key = str(client.base_url).rstrip("/"), client.api_key
+        made = openai.OpenAIChatModel if api == "chat" else openai.OpenAIResponsesModel
+        model = made("policy", provider=OpenAIProvider(base_url=url, api_key=key))
+        agent = pydantic_ai.Agent(model, output_type=pydantic_ai.NativeOutput(Answer), retries=0)
+        heard.append((await agent.run("find it")).output)
+        responses = {"use_responses_api": api == "responses"}
+        chat = langchain.ChatOpenAI(model="policy", base_url=url, api_key=key, **responses)
+        heard.append(await chat.with_structured_output(Answer).ainvoke("find it"))
+        return 1.0
+
+    ran = play(player, model_of(), max_tokens=200, **LONG)
+    assert [type(one) for one in heard] == [Answer, Answer]
+    assert sum(len(grammar.turns) for grammar in ran.one.grammars) == len(ran.one.turn_flags) == 2
 
 
 @pytest.mark.parametrize("api", ["chat", "responses", "messages"])

@@ -10,21 +10,18 @@ import numpy as np
 import openai
 import pytest
 import torch
-from scripted_agents import ASK, NEW, Client, Ran, Scripted, ask, run
-from transformers import Qwen3Config
-from transformers.models.auto import AutoModelForCausalLM
+from random_policy import LENGTH, TOKENIZER, model_of, play
+from scripted_agents import ASK, NEW, Client, Scripted, ask, run
 from updates import config, updater
 
 from actors.endpoint import structure
 from actors.endpoint.request import RequestRefused
 from actors.endpoint.session import MAX_GRAMMARS
-from actors.engines.torch_engine import TorchEngine
 from actors.formats.chat import Chat
 from evolver_async.config import StageConfig
 from evolver_async.config.load import stage_config
 from evolver_async.model import policy
 from evolver_async.model.grammar import GrammarError, Grammars
-from evolver_async.model.tiny import make_tokenizer
 from evolver_async.protocol.trajectories import unwrap, wrap
 from evolver_async.schema import Group, Role, Task, Trajectory
 from learner.data.batch import Batch
@@ -34,8 +31,7 @@ from learner.optimize.logprobs import Scorer
 from learner.ranks.process_group import alone
 from learner.state import LearnerState
 
-LENGTH, TEMPERATURE = 1024, 0.7
-TOKENIZER = make_tokenizer(LENGTH)
+TEMPERATURE = 0.7
 PLACE = {"enum": ["left", "right"]}
 SCHEMA = {
     "type": "object",
@@ -54,25 +50,6 @@ NESTED = {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCH
 ARGUMENTS = {"type": "object", "properties": {"where": PLACE}, "required": ["where"]}
 STRICT = {"type": "function", "function": {"name": "look", "parameters": ARGUMENTS, "strict": True}}
 OTHER = {"type": "function", "function": {"name": "wait"}}
-
-
-def model_of() -> Any:
-    torch.manual_seed(0)
-    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 8}
-    spread = {"max_position_embeddings": LENGTH, "initializer_range": 0.1}
-    config = Qwen3Config(vocab_size=len(TOKENIZER) + 3, **shape, **heads, **spread)
-    return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
-
-
-def engine_of(model: Any) -> TorchEngine:
-    limits = {"slots": 4, "max_length": LENGTH, "prefill_tokens": 512}
-    return TorchEngine(model, TOKENIZER, weights=NEW, in_flight="keep", **limits)
-
-
-def play(player: Any, model: Any, **changes: Any) -> Ran:
-    usual = {"chat": Chat(TOKENIZER), "max_length": LENGTH, "max_tokens": 100}
-    return run(player, engine_of(model), **(usual | changes))
 
 
 def group_of(trajectory: Trajectory) -> Group:
