@@ -53,6 +53,7 @@ HOMES: dict[str, tuple[str, ...]] = {
     "vllm": (
         "actors.engines.vllm_engine",
         "actors.engines.vllm_core",
+        "actors.engines.vllm_grammar",
         "actors.engines.vllm_lora",
         "actors.engines.vllm_start",
         "actors.engines.vllm_swap",

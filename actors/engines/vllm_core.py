@@ -89,6 +89,9 @@ class VllmCore:
         self.broken = False
         self.served = False
         self._settings = settings
+        self.path = settings.path
+        speculative = ("speculative_config", "spec_method", "spec_model", "spec_tokens")
+        self.obeys_grammars = not any(settings.options.get(name) for name in speculative)
         self._tell = tell
         model = AutoConfig.from_pretrained(settings.path, local_files_only=True)
         self.vocabulary: int = model.vocab_size

@@ -11,11 +11,14 @@ import math
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from actors.engines.base import Generation, Request
 from actors.engines.vllm_core import VllmCore
 from actors.weights.arrival import EngineLost
+from evolver_async.model.grammar import GrammarError, Grammars
+from evolver_async.model.tokenizer import load_tokenizer
 from evolver_async.schema import WeightId
 from evolver_async.weights.probe import Probe
 
@@ -69,11 +72,12 @@ class VllmEngine:
 
     @property
     def obeys_grammars(self) -> bool:
-        """Return False: vLLM's masks are not those that the learner derives."""
-        return False
+        """Return True without speculative decoding: vLLM itself needs xgrammar."""
+        return self.core.obeys_grammars
 
     async def generate(self, request: Request) -> Generation:
-        """Sample one turn. Raise ValueError for invalid tokens or a busy session."""
+        """Sample one turn. Raise ValueError for invalid tokens or a busy session, GrammarError as
+        `Engine.generate`."""
         if self.weights is None:
             raise RuntimeError("the engine has no weights yet")
         tokens = request.tokens
@@ -84,6 +88,8 @@ class VllmEngine:
         limit = min(request.max_tokens, self._max_length - len(tokens))
         if limit <= 0:
             return Generation(finish="length")
+        if request.grammar:  # one that vLLM cannot compile would end the request without a reason
+            self._grammars.state(request.grammar, request.stop_tokens)
         self._sessions[request.session] = asyncio.current_task()
         try:
             async with self._admission():
@@ -174,6 +180,10 @@ class VllmEngine:
             "kv_use": usage.kv_use,
         }
 
+    @cached_property
+    def _grammars(self) -> Grammars:
+        return Grammars(load_tokenizer(self.core.path), self._vocabulary)
+
     @contextlib.asynccontextmanager
     async def _admission(self) -> AsyncIterator[None]:
         async with self._room or contextlib.nullcontext():
@@ -223,6 +233,8 @@ class VllmEngine:
                         out.tokens.extend(piece.token_ids)
                         out.logprobs.extend(piece.logprobs.logprobs)
                         if output.finished:
+                            if request.grammar and piece.finish_reason == "error":
+                                raise GrammarError(f"no token can follow {out.tokens[-8:]}")
                             self._whole(out, piece)
                             self.core.served = True
                             if begun is not None:
@@ -283,8 +295,12 @@ class _Begin:
 
 def _sampling(request: Request, limit: int) -> "SamplingParams":
     from vllm import SamplingParams  # pyright: ignore[reportMissingImports]
-    from vllm.sampling_params import RequestOutputKind  # pyright: ignore[reportMissingImports]
+    from vllm.sampling_params import (  # pyright: ignore[reportMissingImports]
+        RequestOutputKind,
+        StructuredOutputsParams,
+    )
 
+    grammar = StructuredOutputsParams(structural_tag=request.grammar) if request.grammar else None
     return SamplingParams(
         temperature=request.temperature,
         max_tokens=limit,
@@ -294,6 +310,7 @@ def _sampling(request: Request, limit: int) -> "SamplingParams":
         include_stop_str_in_output=True,
         detokenize=bool(request.stop_strings),
         skip_special_tokens=False,
+        structured_outputs=grammar,
         ignore_eos=True,
         logprobs=0,
         flat_logprobs=True,

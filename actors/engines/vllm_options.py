@@ -36,6 +36,7 @@ OURS = {  # arguments that follow from other keys; "" from none
             *("block_size", "enable_chunked_prefill", "enable_prefix_caching", "logprobs_mode"),
             *("stream_interval", "weight_transfer_config", "worker_extension_cls"),
             *("disable_log_stats", "generation_config", "override_generation_config"),
+            *("structured_outputs_config", "reasoning_parser"),
         ),
         "",
     ),

@@ -102,6 +102,7 @@ def start(settings: Settings, channel: WorkerChannel, usage: EngineUsage) -> "As
         enforce_eager=eager,
         enable_prefix_caching=True,
         logprobs_mode="processed_logprobs",
+        structured_outputs_config={"backend": "xgrammar"},  # vllm_grammar is in its place
         stream_interval=STREAM_INTERVAL,
         weight_transfer_config={"backend": BACKEND},
         worker_extension_cls=EXTENSION,

@@ -32,6 +32,7 @@ from vllm.model_executor.model_loader.reload import (  # pyright: ignore[reportM
     initialize_layerwise_reload,
 )
 
+from actors.engines import vllm_grammar
 from actors.engines.vllm_failures import FailureFile
 from actors.engines.vllm_lora import ADAPTER, Adapter, AdapterLoader
 from actors.weights.vllm_channel import StagingThread, WorkerChannel
@@ -45,7 +46,11 @@ CHANNEL = "EVOLVER_ENGINE_CHANNEL"  # environment variable with a WorkerChannel
 
 
 def register() -> None:
-    """Register the backend. If this process has an owner, keep its first error, and end with it."""
+    """Register the backend, and that of structured output.
+
+    If this process has an owner, keep its first error, and end with it.
+    """
+    vllm_grammar.install()
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(BACKEND, ChannelTransfer)
     owner = int(os.environ.get(OWNER, 0))

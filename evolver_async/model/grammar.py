@@ -105,6 +105,11 @@ class GrammarState:
         self._text_W = text_W
         self._free = False
 
+    @property
+    def ended(self) -> bool:
+        """Return True behind the end of the turn."""
+        return self._matcher.is_terminated()
+
     def allowed(self) -> Array | None:
         """Return the tokens that may come next: uint8[ceil(V / 8)], one bit each, the lowest
         first; None if all may."""

@@ -7,10 +7,12 @@ prefill_tokens=, in_flight=)`. The oracle is `policy.token_logprobs` on the whol
 import asyncio
 import copy
 import itertools
+import json
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -19,6 +21,7 @@ from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 from actors.engines.base import Engine, Generation, Request
 from actors.engines.decoding.stops import UNDECODED
 from actors.weights.source import LocalEngine
+from evolver_async.model.grammar import GrammarError, Grammars
 from evolver_async.model.policy import ModelError, load_state, state_tensors, token_logprobs
 from evolver_async.schema import WeightId
 
@@ -393,6 +396,73 @@ def stops_at_tokens_and_strings(s: Setting) -> None:
     run(engine, scenario())
 
 
+def a_grammar_masks_what_it_excludes(s: Setting) -> None:
+    """Beside requests without one; log-probs are those of a naive masked softmax."""
+    schema = {
+        "type": "object",
+        "properties": {
+            "where": {"enum": ["left", "right", "up"]},
+            "name": {"type": "string", "minLength": 2, "maxLength": 4},
+            "steps": {"type": "integer", "minimum": 1, "maximum": 30},
+        },
+        "required": ["where", "name", "steps"],
+    }
+    form = {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": 1}
+    text = json.dumps({"type": "structural_tag", "format": form})
+    (stop,) = s.tokenizer.encode("<|end|>")
+    other: dict[str, Any] = {
+        "max_tokens": 100,
+        "temperature": 1.3,
+        "stop_tokens": frozenset([stop]),
+    }
+    prompts = [s.prompt(9 + index, seed=index) for index in range(4)]
+    plain = [request(prompt, f"free-{index}") for index, prompt in enumerate(prompts)]
+    ruled = [
+        request(prompt, f"ruled-{index}", grammar=text, seed=index, **other)
+        for index, prompt in enumerate(prompts)
+    ]
+    engine = s.engine()
+    found = run(engine, generate_all(engine, [*plain, *ruled]))
+    for one, generation in zip(plain, found[:4], strict=True):
+        s.check(one, generation)
+    compiler = Grammars(s.tokenizer, s.model.config.vocab_size)
+    for one, generation in zip(ruled, found[4:], strict=True):
+        assert generation.finish == "stop" and generation.tokens[-1] == stop
+        assert generation.logprobs[-1] == 0.0, "nothing but the end may follow"
+        value = json.loads(s.tokenizer.decode(generation.tokens[:-1]))
+        assert value["where"] in ("left", "right", "up") and 1 <= value["steps"] <= 30
+        assert 2 <= len(value["name"]) <= 4
+        with torch.no_grad():
+            logits = s.model(torch.tensor([one.tokens + generation.tokens])).logits[0]
+        state = compiler.state(text, [stop])
+        for index, token in enumerate(generation.tokens):
+            mask = state.allowed()
+            assert mask is not None
+            allowed = torch.from_numpy(np.unpackbits(mask, bitorder="little").astype(bool))
+            row = logits[len(one.tokens) - 1 + index] / one.temperature
+            row = row.masked_fill(~allowed[: len(row)], -torch.inf).log_softmax(-1)
+            assert abs(row[token].item() - generation.logprobs[index]) < 1e-5
+            state.accept(token)
+
+
+def grammars_that_cannot_be_obeyed_are_refused(s: Setting) -> None:
+    """And the engine goes on."""
+    engine, stops = s.engine(), frozenset(s.tokenizer.encode("<|end|>"))
+    tab = {"type": "string", "pattern": "^\t$"}  # control characters are never allowed
+
+    async def scenario() -> None:
+        for index, schema in enumerate(({"type": "banana"}, tab)):
+            form = {"type": "json_schema", "json_schema": schema}
+            text = json.dumps({"type": "structural_tag", "format": form})
+            one = request(s.prompt(5, seed=1), f"bad-{index}", grammar=text, stop_tokens=stops)
+            with pytest.raises(GrammarError):
+                await engine.generate(one)
+        one = request(s.prompt(5, seed=2), "good")
+        s.check(one, await engine.generate(one))
+
+    run(engine, scenario())
+
+
 def full_context_ends_with_length(s: Setting) -> None:
     engine = s.engine(max_length=32)
     near, full = request(s.prompt(28, 0), "a", max_tokens=50), request(s.prompt(32, 1), "b")
@@ -503,6 +573,8 @@ CONFORMANCE: list[Callable[[Setting], None]] = [
     greedy_takes_the_most_likely,
     other_temperatures_match,
     stops_at_tokens_and_strings,
+    a_grammar_masks_what_it_excludes,
+    grammars_that_cannot_be_obeyed_are_refused,
     full_context_ends_with_length,
     released_and_cancelled_sessions_leave_room,
     foreign_weights_are_refused_and_the_old_ones_stay,
