@@ -91,10 +91,10 @@ def test_a_journal_of_another_format_is_refused_by_its_number(
     kept: Path, change: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ((snapshot, _), *_) = JournalReader(kept / "journal").read()
-    assert isinstance(snapshot, records.StateSnapshot) and snapshot.format == 1
+    assert isinstance(snapshot, records.StateSnapshot) and snapshot.format == 2
     other = msgspec.to_builtins(snapshot) | {"format": 99} | change
-    with pytest.raises(ValueError, match=r"has format 99; .* reads format 1"):
+    with pytest.raises(ValueError, match=r"has format 99; .* reads format 2"):
         records.decode(msgspec.msgpack.encode(other))
-    monkeypatch.setattr(records, "JOURNAL_FORMAT", 2)
-    with pytest.raises(JournalError, match=r"has format 1; .* reads format 2"):
+    monkeypatch.setattr(records, "JOURNAL_FORMAT", 3)
+    with pytest.raises(JournalError, match=r"has format 2; .* reads format 3"):
         JournalReader(kept / "journal").replayed()
