@@ -10,6 +10,7 @@ from actors.endpoint.external import start_key
 from actors.endpoint.runner import load_agent
 from actors.engines.vllm_options import problems
 from actors.envs import base
+from actors.experience.own import load_backend
 from actors.formats.tool_calls import CODE_TOOL
 from actors.formats.turns import FORMATS, THOUGHTFUL
 from actors.formats.whole_message import extractor
@@ -60,7 +61,7 @@ def check(config: Config) -> None:
             )
         for key, problem in problems(config.engine):
             raise ConfigError(f"{key}: {problem}")
-    if config.experience.kind != "none" and importlib.util.find_spec("faiss") is None:
+    if config.experience.pooled and importlib.util.find_spec("faiss") is None:
         raise ValueError(
             f"experience.kind: {config.experience.kind} needs faiss, which is not installed: run"
             " pip install 'evolver-async[faiss]', or 'evolver-async[gpu]' for GPUs"
@@ -107,8 +108,10 @@ def check(config: Config) -> None:
 
 
 def check_own(config: Config) -> None:
-    """Raise ValueError, naming the key, for an agent, a judge, a reward term or a turn format of
-    the user's that cannot be imported."""
+    """Raise ValueError, naming the key, for an agent, a judge, an experience backend, a reward term
+    or a turn format of the user's that cannot be imported."""
+    if is_own(config.experience.kind):
+        load_backend(config.experience.kind)
     rollout, judge = config.rollout, config.judge.kind
     if rollout.agent == EXTERNAL:
         start_key(rollout.endpoint.key_env)

@@ -60,7 +60,7 @@ def directory_of(config: Config, name: str) -> Path:
 
 def embeds_by_model(config: Config) -> bool:
     """Return True if a process of the run loads what `experience.embedder` names, n-grams apart."""
-    used = config.experience.kind != "none" or config.questioning.kind == "llm"
+    used = config.experience.pooled or config.questioning.kind == "llm"
     return used and config.experience.embedder != "hash"
 
 

@@ -57,7 +57,11 @@ class ExperienceConfig:
     """Self-Navigating: lessons of earlier groups guide some members of later ones."""
 
     # contrast compares members of a group where they diverged; llm asks an endpoint
-    kind: Literal["none", "contrast", "llm"] = "none"
+    kind: Annotated[str, Open("none", "contrast", "llm")] = "none"
+    params: dict[str, Any] = field(default_factory=dict)  # of a backend of one's own
+    # llm: the model first says which episodes teach nothing: off the task, repeating themselves, or
+    # claiming what they did not do
+    vet: bool = False
     # guided trajectories train in the context that they were sampled in (none), without its
     # experience (strip), or in that context while it teaches the one without experience (distill)
     internalise: Literal["none", "strip", "distill"] = "strip"
@@ -92,6 +96,11 @@ class ExperienceConfig:
     address: str = ""  # ipc:// or tcp:// address; "" makes an ipc socket beside the buffer's
     embedding: EmbeddingConfig = field(default_factory=EmbeddingConfig)
     llm: LlmConfig = field(default_factory=LlmConfig)
+
+    @property
+    def pooled(self) -> bool:
+        """True if the run has an experience service, with a pool of its own."""
+        return self.kind in ("contrast", "llm")
 
 
 @dataclass
