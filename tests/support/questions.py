@@ -3,6 +3,7 @@
 import asyncio
 import json
 import random
+from collections.abc import Sequence
 from typing import Any
 
 from chatml import make_tokenizer
@@ -132,8 +133,8 @@ def run(
     return asyncio.run(go())
 
 
-def proposal(query: str, actions: list[str], confidence: float = 0.9) -> dict[str, Any]:
-    return {"query": query, "confidence": confidence, "action_sequence": actions}
+def proposal(query: str, actions: Sequence[Any], confidence: float = 0.9) -> dict[str, Any]:
+    return {"query": query, "confidence": confidence, "action_sequence": [*actions]}
 
 
 def verdict(score: float, achieved: bool | None = None, relevant: bool = True) -> str:

@@ -1,10 +1,14 @@
 """Self-Questioning where actions are calls of tools or code, and by profiles of the model's own."""
 
+import asyncio
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
+from env_service import AppWorldService
 from families import family_tokenizer
 from hypothesis import given
 from hypothesis import strategies as st
@@ -21,17 +25,25 @@ from questions import (
 )
 
 from actors.checks.config import check
-from actors.envs.base import make_env
+from actors.envs.base import Probed, make_env
 from actors.formats.chat import Chat
 from actors.formats.tool_calls import ANSWER_TOOL, CODE_TOOL, canonical, tool_spec
 from actors.formats.turns import turn_format
 from actors.llm.json_client import QUESTION_CHARS, TEXT_CHARS, truncate
+from actors.progress import TicketProgress
 from actors.questioning.actions import ActionForm
 from actors.questioning.explore import parse_choice, turn_of
+from actors.questioning.grade import regrade
 from actors.questioning.profile import parse_summary
+from actors.questioning.questioner import make_questioner
+from actors.rollout.episode_config import setting_of
+from actors.rollout.finished import Finished
+from actors.rollout.group import run_group
 from evolver_async.config import Config, ConfigError
 from evolver_async.config.load import load
-from evolver_async.schema import Task
+from evolver_async.schema import Task, Trajectory
+
+ROOT = Path(__file__).parents[3]
 
 LOOK = {"name": "look_up", "arguments": {"service": "harbour_restaurant"}}
 LIST: dict[str, Any] = {"name": "list_services", "arguments": {}}
@@ -84,7 +96,7 @@ def talk(
 
 
 def town(server: OpenAIServer, style: str = "tool_call", **keys: Any) -> Config:
-    config = config_of("bookings", kind="llm", llm=llm(server), **({"max_turns": 3} | keys))
+    config = config_of("bookings", kind="llm", llm=llm(server), **{"max_turns": 3, **keys})
     config.rollout.format = style
     config.rollout.max_tokens = 512
     config.policy.max_length = 16384
@@ -228,6 +240,86 @@ def test_a_task_of_calls_is_solved_again_with_an_answer() -> None:
     record = json.loads(question)
     assert record["hint"] == [call(LIST), call(LOOK)]
     assert [tool["name"] for tool in record["tools"]] == ["list_services", "look_up", "book"]
+
+
+# ---- the recipe of AppWorld, over AgentEvolver's protocol
+
+LOGIN = """accounts = apis.supervisor.show_account_passwords()
+token = apis.music.login(accounts[0]['password'])
+for playlist in apis.music.show_playlists(token):
+    print(playlist)"""
+LATER = LOGIN.replace("print(playlist)", "last = playlist\napis.supervisor.complete_task(last)")
+BY_HEART = "print(apis.music.login('secret-2'))"
+
+
+def test_the_recipe_of_appworld_finds_programs_over_the_protocol_of_the_service(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("LLM_KEY", "key")
+    told = [
+        proposal("name the last playlist of the supervisor", [program(LOGIN), program(LATER)]),
+        proposal("log in with a password known by heart", [program(BY_HEART)], 0.8),
+    ]
+    usual = talk(*told, actions=(program(LOGIN),), profile=PROFILE, solution=(program(LATER),))
+    assert callable(usual)
+    graded: list[dict[str, Any]] = []
+
+    def reply(body: dict[str, Any]) -> Any:
+        if "You grade" not in body["messages"][0]["content"]:
+            return usual(body)
+        graded.append(json.loads(body["messages"][1]["content"]))
+        return verdict(90 if "last playlist" in graded[-1]["task"] else 10)
+
+    chat = Chat(family_tokenizer("qwen2_5"))
+    with OpenAIServer(otherwise=reply) as server, AppWorldService() as service:
+        urls = [f"env.params.url={service.url}", f"questioning.llm.url={server.url}"]
+        config = load(ROOT / "configs" / "gpu" / "agentevolver_appworld.yaml", urls)
+        assert config.experience.keep_copied and config.rollout.format == "native"
+        env = make_env(config.env.name, config.env.params)
+        assert isinstance(env, Probed)
+        env.probe()
+        config.questioning.max_turns = 3
+        found, counted = tasks_of(config, chat)
+        (task,) = found
+        finished = asyncio.run(played(config, chat, task))
+        assert not service.instances, "every instance was given back"
+    assert task.reference == [call(program(LATER))] and task.env == "agentevolver_code"
+    assert counted["questioning/dropped_unsolved"] == 1
+    sent = {
+        name: [body for call, body in service.calls if call == name] for name in ("create", "step")
+    }
+    explored, *others = [body["params"].get("is_open_query") for body in sent["create"]]
+    assert explored is None and all(others), "a task of its own making replaces the service's"
+    assert sent["step"][0]["messages"]["content"] == f"```python\n{LOGIN}\n```"
+    beginnings = [
+        json.loads(one.body["messages"][1]["content"].rpartition("\n\n")[2])["beginning"]
+        for one in server.calls
+        if "You explore" in one.body["messages"][0]["content"]
+    ]
+    assert beginnings[0] == "How many playlists have I got?"
+    assert graded[-1]["reference"] == task.reference == [call(program(LATER))]
+    assert call(program(LATER)) in graded[-1]["agent"][0]["did"]
+    assert finished.success and finished.reward == 0.9, "whatever the service's own task is worth"
+
+
+async def played(config: Config, chat: Chat, task: Task) -> Trajectory:
+    """The policy's episode of a task, graded as that of a rollout is."""
+    ticket = msgspec.structs.replace(
+        explore_ticket(config, members=1), kind="rollout", task=task, guided=[]
+    )
+    finished: list[Finished] = []
+    setting = setting_of(config, chat, "actor-0", 0)
+    style = turn_format("native", think=False, actions_per_turn=1, chat=chat)
+    engine = Wanderer((style.render_actions([(task.reference or [""])[-1]]),), "{}", chat)
+    await run_group(ticket, setting, engine, TicketProgress(), finished.append)
+    questioner = make_questioner(config)
+    assert questioner is not None and questioner.grades(task)
+    (one,) = finished
+    given = await questioner.grade(task, one.transcript.turns, one.ending)
+    assert given is not None
+    regrade(one.trajectory, given)
+    await questioner.close()
+    return one.trajectory
 
 
 # ---- profiles of the model's own, and tasks that obey one
