@@ -160,7 +160,7 @@ class Profiles:
         return "" if profile is None else described(profile)
 
 
-class Comparison(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class ProfileAnswer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Answer of a language model that compares a task with a profile."""
 
     obeys: bool
@@ -171,5 +171,5 @@ async def obeys(client: JsonClient, profile: str, task: Task) -> bool:
     readable answer. Raise Unavailable."""
     record = {"task": task.query, "reference": truncate(task.reference or [])}
     question = f"{profile}\n\n{as_json(record)}"
-    found = await client.ask(OBEYS, question, partial(decode_json, kind=Comparison))
+    found = await client.ask(OBEYS, question, partial(decode_json, kind=ProfileAnswer))
     return found is not None and found.obeys

@@ -31,7 +31,7 @@ Answer with a JSON object and nothing else: {{"obeys": true}}"""
 
 EXPLORE = f"""\
 You explore an environment to find out what can be done in it. Nobody has given you a task: do not
-look for one, and do not stop.
+look for one, and do not stop. A task that you see stated is an example of what is asked there.
 {DATA}
 Answer with a JSON object and nothing else: {{{{"action": {{action}}}}}}, an action that exists."""
 

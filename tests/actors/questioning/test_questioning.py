@@ -657,6 +657,10 @@ class SlowEndpoint(Endpoint):
         if not self.answers:
             raise Unavailable("timeout", "silence")
         system, question = (message["content"] for message in messages)
+        if "You describe" in system:
+            return '{"name": "a shop"}'
+        if "You compare" in system:
+            return '{"obeys": true}'
         if "You explore" in system:
             return json.dumps({"action": "look"})
         if "You set tasks" in system:
@@ -669,7 +673,8 @@ class SlowEndpoint(Endpoint):
 @pytest.mark.parametrize("answers", [False, True])
 def test_a_ticket_makes_progress_however_slow_the_endpoint_is(answers: bool):
     section = LlmConfig(url="http://localhost:1/v1", model="m", breaker_s=300.0)
-    config = config_of(SHOP, kind="llm", max_turns=2, resolve=True, llm=section)
+    keys = {"max_turns": 2, "resolve": True, "profile": "auto", "obeys_profile": True}
+    config = config_of(SHOP, kind="llm", llm=section, **keys)
     loop, progress, still_s = VirtualLoop(), TicketProgress(), [0.0]
 
     async def explore() -> list[Task]:
