@@ -26,7 +26,7 @@ from evolver_async.buffer.tasks.source import TaskSource
 from evolver_async.config import Config, ConfigError, StageConfig
 from evolver_async.config.load import stage_config
 from evolver_async.config.paths import embeds_by_model
-from evolver_async.config.sections.agentevolver import LLM_SECTIONS
+from evolver_async.config.sections.agentevolver import LLM_SECTIONS, SUMMARISED
 from evolver_async.config.sections.rollout import EXTERNAL
 from evolver_async.config.sections.run import FINAL_SET
 from evolver_async.extension import RAISED, implementation, is_own
@@ -70,7 +70,7 @@ def check(config: Config) -> None:
     if config.rollout.agent_reward == "judged":
         authorization(config.judge.llm.key_env, "judge.llm.key_env")
     RewardScorer(config)  # which checks the parameters of its terms
-    if config.questioning.profile:
+    if config.questioning.profile not in ("", SUMMARISED):
         load_profile(config.questioning.profile)
     probed = set[str]()
     for index, stage, staged, source, task, env in _environments(config):
@@ -295,5 +295,3 @@ def _check_turns(config: Config, name: str, env: base.Env) -> None:
         raise ValueError(f"rollout.format: {chosen} needs tools, which {name} has not")
     if style.inline and CODE_TOOL not in [spec["name"] for spec in tool_specs(env)]:
         raise ValueError(f"rollout.format: {chosen} needs a tool {CODE_TOOL} of {name}")
-    if config.questioning.kind == "llm":
-        raise ValueError(f"questioning.kind: llm cannot explore in turns of {chosen}")

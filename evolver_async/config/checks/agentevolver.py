@@ -130,9 +130,11 @@ def mechanisms(config: Config) -> Iterator[tuple[str, str]]:
         if getattr(experience, name) and experience.kind not in ("none", "llm"):
             problem = f"must be false: experience.kind={experience.kind} asks no model"
             yield f"experience.{name}", problem
-    for name in ("resolve", "profile"):
+    for name in ("resolve", "profile", "obeys_profile"):
         if getattr(questioning, name) and questioning.kind == "goals":
             yield f"questioning.{name}", "must not be set: questioning.kind=goals asks no model"
+    if questioning.kind == "llm" and questioning.obeys_profile and not questioning.profile:
+        yield "questioning.obeys_profile", "needs questioning.profile, which is not set"
     yield from socket_address("experience.address", experience.address, config.security.keys)
     remote = config.buffer.address.startswith("tcp://")
     if experience.pooled and remote and not experience.address:

@@ -16,6 +16,7 @@ from evolver_async.config.values.rules import (
 
 UNAUDITED = ("none", "rule")  # kinds of judge without probes: one is off, one computes labels
 EMBEDDERS = ("hash", "endpoint")  # those that are no path
+SUMMARISED = "auto"  # as questioning.profile: the model makes one
 LLM_SECTIONS = ("experience", "judge", "questioning", "reflection", "reward")  # have endpoints
 
 
@@ -142,7 +143,10 @@ class QuestioningConfig:
 
     # goals takes states that exploration reached as tasks; llm asks an endpoint
     kind: Literal["none", "goals", "llm"] = "none"
-    profile: str = ""  # llm: a JSON file that describes the environment; "" its own instructions
+    # llm: a JSON file that describes the environment, or auto, with which the model describes it by
+    # what an agent is shown first; "" its own instructions
+    profile: str = ""
+    obeys_profile: bool = False  # llm: keep only tasks that obey the profile, as the model finds
     every: Count = 8  # rollout groups per group of exploration
     groups: Count = 4  # exploration groups at a time
     max_tasks: Count = 10_000  # of a stage in the pool; then exploration ends
