@@ -16,6 +16,8 @@ from actors.envs.base import Described, Env, Tooled
 from actors.envs.results import Opening
 from actors.formats.chat import Stream
 from actors.formats.native_turns import NativeTurns
+from actors.formats.tool_calls import CODE_TOOL
+from actors.formats.turns import TurnFormat
 from actors.rollout.episode_config import Setting
 from evolver_async.schema import Role, Sequence
 
@@ -190,6 +192,14 @@ def system_message(setting: Setting, env: Env) -> str:
 def plain_instructions(env: Env) -> str:
     """Return the instructions in plain English if the environment has them, else its only ones."""
     return env.plain_instructions if isinstance(env, Described) else env.instructions
+
+
+def callable_tools(style: TurnFormat, env: Env) -> list[dict[str, Any]]:
+    """Return the tools that turns of this format can call; none if their actions are no calls."""
+    if not style.tools:
+        return []
+    specs = tool_specs(env)  # of which a message with code in it can call one
+    return [one for one in specs if one["name"] == CODE_TOOL] if style.inline else specs
 
 
 def tool_specs(env: Env) -> list[dict[str, Any]]:

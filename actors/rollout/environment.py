@@ -56,9 +56,15 @@ log = logging.getLogger(__name__)
 
 
 class TimedEnvironment:
-    """Environment of one member. `spent_s`: seconds of all its calls, injected latency included."""
+    """Environment of one member. `spent_s`: seconds of all its calls, injected latency included.
+
+    `said`: text of the last message of its user, or of its last observation, as tokenizers can read
+    it; `valid`: False if the last action did not exist.
+    """
 
     env: Env
+    said: str = ""
+    valid: bool = True
 
     def __init__(
         self,
@@ -147,12 +153,16 @@ class TimedEnvironment:
     async def reset(self, task: Task, dynamics_seed: int) -> Opening:
         """Return the first messages."""
         seen = await self.call("reset", self.env.reset, task, dynamics_seed)
-        return self._checked("reset", checked_opening, seen)
+        opening = self._checked("reset", checked_opening, seen)
+        self.said, self.valid = encodable(opening.user), True
+        return opening
 
     async def step(self, action: str, latency_s: float = 0, doing: str = "step") -> Step:
         """Return the result of an action."""
         found = await self.call(doing, self.env.step, action, latency_s=latency_s)
-        return self._checked(doing, checked_step, found)
+        step = self._checked(doing, checked_step, found)
+        self.said, self.valid = encodable(step.observation), step.info.valid
+        return step
 
     async def verdict(self, verdict: Callable[[], Any]) -> tuple[float, bool]:
         """Return reward and success of an episode that the rollout ends."""

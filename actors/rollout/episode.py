@@ -11,6 +11,7 @@ import logging
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from actors.engines.base import Generation
 from actors.envs.base import (
@@ -27,9 +28,9 @@ from actors.formats.turns import SEPARATOR
 from actors.progress import TicketProgress
 from actors.rollout.conversation import (
     Conversation,
+    callable_tools,
     plain_instructions,
     system_message,
-    tool_specs,
     with_tools,
 )
 from actors.rollout.environment import TimedEnvironment
@@ -69,6 +70,7 @@ class Episode:
     setting: Setting
     progress: TicketProgress
     conversation: Conversation = field(init=False)
+    specs: list[dict[str, Any]] = field(default_factory=list)  # of the tools
     tools: frozenset[str] | None = None  # None: actions are no calls
     observation: str = ""
     query: str = ""
@@ -76,6 +78,7 @@ class Episode:
     instructions: str = ""
     advice: Advice = field(default_factory=Advice)
     turns: list[Turn] = field(default_factory=list)
+    acted: list[str] = field(default_factory=list)
     scores: list[float] = field(default_factory=list)
     rewards: list[float] = field(default_factory=list)
     flags: list[TurnFlag] = field(default_factory=list)
@@ -170,6 +173,8 @@ class Episode:
             content=self.content,
             instructions=self.instructions,
             ending=self.observation,
+            acted=self.acted,
+            tools=self.specs,
             scores=self.scores,
             metrics=self.metrics,
         )
@@ -193,9 +198,10 @@ class Episode:
             worded = plain_instructions, environment.env
             self.instructions = await environment.call("instructions", *worded)
         if self.setting.format.tools:
-            specs = await environment.call("tools", tool_specs, environment.env)
-            self.tools = frozenset(spec["name"] for spec in specs)
-            self.setting = with_tools(self.setting, specs)
+            styled = callable_tools, self.setting.format, environment.env
+            self.specs = await environment.call("tools", *styled)
+            self.tools = frozenset(spec["name"] for spec in self.specs)
+            self.setting = with_tools(self.setting, self.specs)
         talk = Conversation(self.setting, system, task.query, opening, room)
         self.conversation, length = talk, len(talk.tokens)
         if length > room:
@@ -258,6 +264,8 @@ class Episode:
             latency_s = step_latency_s(setting, self.ticket, self.member, self.steps)
             step = await self.environment.step(action, latency_s)
             self.steps += 1
+            if setting.recorded:
+                self.acted.append(action)
             self.progress.count += 1
             seen, cut = setting.chat.shortened(
                 encodable(step.observation), setting.max_observation_tokens
