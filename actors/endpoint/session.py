@@ -168,7 +168,9 @@ class EndpointSession:
         text, form = self.template.grammar(request), request.structure
         if text and not self.engine.obeys_grammars:
             if form is not None and request.forced is None:
-                needs = "xgrammar (pip install 'evolver-async[grammar]'), and no speculative decoding"
+                needs = (
+                    "xgrammar (pip install 'evolver-async[grammar]'), and no speculative decoding"
+                )
                 raise RequestRefused(f"{form.key}: needs {needs}")
             return ""
         if sum(map(len, {text, *self._ruled})) > MAX_GRAMMARS:

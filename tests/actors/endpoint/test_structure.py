@@ -10,6 +10,7 @@ import numpy as np
 import openai
 import pytest
 import torch
+from msgspec.structs import replace
 from random_policy import LENGTH, TOKENIZER, model_of, play
 from scripted_agents import ASK, NEW, Client, Scripted, ask, run
 from updates import config, updater
@@ -344,3 +345,23 @@ def test_an_engine_without_grammars_refuses_and_leaves_strict_tools_free() -> No
 
     trajectory = run(player, engine).one
     assert engine.requests[0].grammar == "" and trajectory.grammars == []
+
+
+def test_tokens_and_turns_that_do_not_fit_their_grammar_are_refused_by_name() -> None:
+    model = model_of()
+
+    async def player(client: Client) -> float:
+        await ask(client, ASK, response_format=NESTED)
+        return 1.0
+
+    trajectory = play(player, model).one
+    (grammar,) = trajectory.grammars
+    for turns in ([1], [0, 0]):
+        with pytest.raises(ValueError, match="grammars"):
+            replace(trajectory, grammars=[replace(grammar, turns=turns)])
+    (sequence,) = trajectory.sequences
+    tokens = sequence.tokens.copy()
+    tokens[sequence.roles == Role.ACTION] = TOKENIZER.eos_token_id
+    broken = replace(trajectory, sequences=[replace(sequence, tokens=tokens)])
+    with pytest.raises(GrammarError, match=rf"{trajectory.trajectory_id}, turn 0: token"):
+        batch_of(broken, model)
