@@ -10,7 +10,6 @@ from actors.endpoint.external import start_key
 from actors.endpoint.runner import load_agent
 from actors.engines.vllm_options import problems
 from actors.envs import base
-from actors.formats.tool_calls import CODE_TOOL
 from actors.formats.turns import FORMATS, THOUGHTFUL
 from actors.formats.whole_message import extractor
 from actors.judge.factory import JUDGES
@@ -18,7 +17,6 @@ from actors.llm.client import authorization
 from actors.questioning.profile import load_profile
 from actors.rewards.own import load_function
 from actors.rewards.scorer import RewardScorer, check_terms
-from actors.rollout.conversation import tool_specs
 from actors.rollout.episode_config import format_name, format_of
 from evolver_async.buffer.stages import TICKETS, eval_sets_of, source_of
 from evolver_async.buffer.tasks.source import TaskSource
@@ -32,8 +30,8 @@ from evolver_async.extension import RAISED, implementation, is_own
 from evolver_async.schema import Task
 
 PLAIN = (  # methods of an environment that cannot be async
-    *("actions", "solve", "state", "snapshot", "restore", "score", "verdict", "tools", "goal"),
-    *("exact", "probe", "content", "vocabulary"),
+    *("actions", "solve", "state", "snapshot", "restore", "score", "verdict", "goal", "exact"),
+    *("probe", "content", "vocabulary"),
 )
 
 SERIAL_ASYNC = "is async, which needs real time: launch.kind=serial has none"
@@ -237,7 +235,7 @@ def _check_async(index: int, stage: StageConfig, staged: Config, name: str, env:
         raise ValueError(f"env.name: {name} {SERIAL_ASYNC}")
     guided = staged.experience.kind != "none" and staged.rollout.guided_fraction > 0
     if TICKETS[stage.kind] == "branch" or (stage.kind == "sft" and guided):
-        problem = "tries its steps without waiting: make reset, step and close plain functions"
+        problem = f"tries its steps without waiting: make {', '.join(base.AWAITED)} plain functions"
         raise ValueError(f"env.name: {name} is async, and stages[{index}] ({stage.kind}) {problem}")
 
 
@@ -290,7 +288,5 @@ def _check_turns(config: Config, name: str, env: base.Env) -> None:
         )
     if not isinstance(env, base.Tooled):
         raise ValueError(f"rollout.format: {chosen} needs tools, which {name} has not")
-    if style.inline and CODE_TOOL not in [spec["name"] for spec in tool_specs(env)]:
-        raise ValueError(f"rollout.format: {chosen} needs a tool {CODE_TOOL} of {name}")
     if config.questioning.kind == "llm":
         raise ValueError(f"questioning.kind: llm cannot explore in turns of {chosen}")

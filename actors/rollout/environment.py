@@ -23,6 +23,7 @@ from typing import Any, Self, TypeVar
 from actors.envs.base import (
     Env,
     EnvironmentFailure,
+    Tooled,
     env_class,
     isolation_of,
     make_env,
@@ -35,6 +36,7 @@ from actors.envs.results import (
     checked_opening,
     checked_score,
     checked_step,
+    checked_tools,
     checked_verdict,
     text,
 )
@@ -153,6 +155,12 @@ class TimedEnvironment:
         """Return the result of an action."""
         found = await self.call(doing, self.env.step, action, latency_s=latency_s)
         return self._checked(doing, checked_step, found)
+
+    async def tools(self) -> list[dict[str, Any]]:
+        """Return the tools of the task begun; [] if the environment has none."""
+        if not isinstance(self.env, Tooled):
+            return []
+        return self._checked("tools", checked_tools, await self.call("tools", self.env.tools))
 
     async def verdict(self, verdict: Callable[[], Any]) -> tuple[float, bool]:
         """Return reward and success of an episode that the rollout ends."""

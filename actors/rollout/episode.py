@@ -29,7 +29,6 @@ from actors.rollout.conversation import (
     Conversation,
     plain_instructions,
     system_message,
-    tool_specs,
     with_tools,
 )
 from actors.rollout.environment import TimedEnvironment
@@ -187,13 +186,13 @@ class Episode:
         if isinstance(environment.env, Identified):
             told = await environment.text("content", environment.env.content)
             self.content = f"{task.query}\n{told}"
-        described = system_message, self.setting, environment.env
+        specs = await environment.tools() if self.setting.format.tools else []
+        described = system_message, self.setting, environment.env, specs
         system = await environment.call("instructions", *described)
         if self.setting.recorded:
             worded = plain_instructions, environment.env
             self.instructions = await environment.call("instructions", *worded)
         if self.setting.format.tools:
-            specs = await environment.call("tools", tool_specs, environment.env)
             self.tools = frozenset(spec["name"] for spec in specs)
             self.setting = with_tools(self.setting, specs)
         talk = Conversation(self.setting, system, task.query, opening, room)
