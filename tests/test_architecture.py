@@ -59,6 +59,7 @@ HOMES: dict[str, tuple[str, ...]] = {
         "actors.engines.vllm_weights",
         "actors.weights.vllm_shadow",
     ),
+    "mcp": ("actors.envs.tool_server",),
     "gymnasium": ("actors.envs.adapters.gymnasium_env",),
     "reasoning_gym": (
         "actors.envs.adapters.reasoning_gym_env",

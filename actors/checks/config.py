@@ -10,6 +10,7 @@ from actors.endpoint.external import start_key
 from actors.endpoint.runner import load_agent
 from actors.engines.vllm_options import problems
 from actors.envs import base
+from actors.envs.tool_server import tool_server
 from actors.formats.turns import FORMATS, THOUGHTFUL
 from actors.formats.whole_message import extractor
 from actors.judge.factory import JUDGES
@@ -69,6 +70,7 @@ def check(config: Config) -> None:
     RewardScorer(config)  # which checks the parameters of its terms
     if config.questioning.profile:
         load_profile(config.questioning.profile)
+    check_servers(config)
     probed = set[str]()
     for index, stage, staged, source, task, env in _environments(config):
         name = task.env
@@ -81,6 +83,12 @@ def check(config: Config) -> None:
         _check_service(staged, name, env, probed)
         _check_isolation(f"stages[{index}].kind: {stage.kind}", stage, staged, name)
         key = f"stages[{index}].kind: {stage.kind}"
+        scripted = stage.kind == "sft" or TICKETS[stage.kind] == "branch"
+        if staged.env.tools.mcp and scripted and not isinstance(env, base.Tooled):
+            raise ConfigError(
+                f"env.tools.mcp: {key} shows actions of {name}, which are no calls of tools:"
+                f" override env.tools.mcp of stages[{index}] with an empty text"
+            )
         if stage.kind == "sft" and not isinstance(env, base.Solvable):
             raise ValueError(f"{key} needs solve and actions, which env.name={name} has not")
         if TICKETS[stage.kind] == "branch":
@@ -102,6 +110,15 @@ def check(config: Config) -> None:
     _check_eval_sets(
         config, probed
     )  # a set repeats what it does not change: a stage's own key comes first
+
+
+def check_servers(config: Config) -> None:
+    """Raise ConfigError, which names the key, for a server of tools that cannot be reached."""
+    stages = (stage_config(config, index) for index in range(len(config.stages)))
+    for address, key_env in dict.fromkeys(
+        (one.env.tools.mcp, one.env.tools.key_env) for one in stages if one.env.tools.mcp
+    ):
+        tool_server(address, key_env).probe()
 
 
 def check_own(config: Config) -> None:
@@ -275,6 +292,11 @@ def _check_turns(config: Config, name: str, env: base.Env) -> None:
         where = f"where {chosen} turns share one message"
         raise ValueError(f"rollout.context: {rollout.context} cannot be {where}")
     if not style.tools:
+        if config.env.tools.mcp:
+            raise ConfigError(
+                f"rollout.format: {chosen} calls no tools, which env.tools.mcp gives: set auto,"
+                " native or tool_call"
+            )
         return
     if chosen == "native" and rollout.context != "full":
         raise ValueError(
@@ -286,7 +308,7 @@ def _check_turns(config: Config, name: str, env: base.Env) -> None:
             f"rollout.context: single would hide the question from {chosen} turns, whose"
             " observations are what a tool said"
         )
-    if not isinstance(env, base.Tooled):
+    if not isinstance(env, base.Tooled) and not config.env.tools.mcp:
         raise ValueError(f"rollout.format: {chosen} needs tools, which {name} has not")
     if config.questioning.kind == "llm":
         raise ValueError(f"questioning.kind: llm cannot explore in turns of {chosen}")

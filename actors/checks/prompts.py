@@ -6,10 +6,10 @@ import asyncio
 import random
 
 from actors.checks.config import of_set, placed
-from actors.envs.base import EnvError, Solvable, begun, one_line, tools_of
+from actors.envs.base import EnvError, Solvable, begun, one_line
 from actors.formats.chat import Chat
 from actors.formats.tool_calls import CODE_TOOL, InvalidCall, called
-from actors.rollout.conversation import first_prompt
+from actors.rollout.conversation import first_prompt, tools_of
 from actors.rollout.episode_config import Setting, setting_of
 from actors.scripted.branching import BranchState, TriedTurn, reflect_rows, try_turns
 from evolver_async.buffer.stages import TICKETS, eval_sets_of, source_of
@@ -137,7 +137,7 @@ async def _begun(setting: Setting, task: Task, reflects: bool) -> tuple[list[int
     about."""
     async with begun(task) as (env, opening):
         turns = try_turns(env, setting.format, 1, random.Random(0)) if reflects else []
-        specs = await tools_of(env) if setting.format.tools else []
+        specs = await tools_of(setting, env)
         if setting.format.inline and CODE_TOOL not in [spec["name"] for spec in specs]:
             lacks = f"{setting.format_name} needs a tool {CODE_TOOL} of {task.env}"
             raise ConfigError(f"rollout.format: {lacks}")

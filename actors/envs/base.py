@@ -16,7 +16,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import msgspec
 
-from actors.envs.results import Opening, checked_opening, checked_tools
+from actors.envs.results import Opening, checked_opening
 from evolver_async.config.secrets import mask, reveal
 from evolver_async.env import Exact, Step
 from evolver_async.extension import RAISED
@@ -263,11 +263,6 @@ async def begun(task: Task) -> AsyncIterator[tuple[Env, Opening]]:
         yield env, opening.asked(task.query)
     finally:
         await settled(env.close())
-
-
-async def tools_of(env: Env) -> list[dict[str, Any]]:
-    """Return the tools of the task that an environment has begun; [] if it has none."""
-    return checked_tools(await settled(env.tools())) if isinstance(env, Tooled) else []
 
 
 async def settled(value: Any) -> Any:

@@ -12,8 +12,8 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from actors.engines.base import Generation
-from actors.envs.base import Described, Env
-from actors.envs.results import Opening
+from actors.envs.base import Described, Env, Tooled, settled
+from actors.envs.results import Opening, checked_tools
 from actors.formats.chat import Stream
 from actors.formats.native_turns import NativeTurns
 from actors.rollout.episode_config import Setting
@@ -154,6 +154,16 @@ def first_prompt(
     system = opening.under(system_message(setting, env, specs))
     tools = listed_tools(with_tools(setting, specs))
     return setting.chat.first(system, opening.user, setting.format.prefix, opening.before, tools)
+
+
+async def tools_of(setting: Setting, env: Env) -> list[dict[str, Any]]:
+    """Return the tools that turns can call in the task that `env` has begun; [] if they call none.
+    Raise TypeError or ValueError for what is no spec."""
+    if not setting.format.tools:
+        return []
+    own = checked_tools(await settled(env.tools())) if isinstance(env, Tooled) else []
+    served = await setting.server.tools() if setting.server else []
+    return checked_tools([*own, *served])
 
 
 def with_tools(setting: Setting, specs: Iterable[dict[str, Any]]) -> Setting:

@@ -99,7 +99,8 @@ class Episode:
         await self._begin(policy, room)
         observed = loop.time()
         env = self.environment.env
-        bound = env.max_turns if isinstance(env, Bounded) else None
+        alone = setting.server is None  # else turns that call its tools come before the last one
+        bound = env.max_turns if isinstance(env, Bounded) and alone else None
         turns = min(setting.max_turns, bound or setting.max_turns)
         for turn in range(turns):
             asked = loop.time()
@@ -312,7 +313,7 @@ async def run_episode(
     EnvironmentFailure if its environment raised or a call of it did not return, EpisodeLate if the
     policy did not answer.
     """
-    shared = setting.failures, setting.idle, setting.isolation
+    shared = setting.failures, setting.idle, setting.isolation, setting.server
     environment = TimedEnvironment(ticket, member, setting.step_timeout_s, progress, *shared)
     episode = Episode(environment, ticket, member, setting, progress)
     async with environment:
