@@ -66,7 +66,7 @@ HOMES: dict[str, tuple[str, ...]] = {
         "actors.envs.adapters.reasoning_gym_scorer",  # what runs of it in the sandbox
     ),
     "textarena": ("actors.envs.adapters.textarena_env",),
-    "verifiers": ("actors.envs.adapters.verifiers_env",),
+    "verifiers": ("actors.envs.adapters.verifiers_env", "actors.endpoint.verifiers_agent"),
     "openenv": ("actors.envs.adapters.openenv_env",),
     "math_verify": ("actors.rewards.answers",),
     "httpx": (
