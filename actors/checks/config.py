@@ -76,6 +76,7 @@ def check(config: Config) -> None:
         name = task.env
         with placed(source, task):
             check_terms(staged, task)
+        _check_agent(staged, name, env)
         _check_async(index, stage, staged, name, env)
         _check_turns(staged, name, env)
         if name not in probed:
@@ -184,10 +185,18 @@ def _check_played(config: Config, task: Task, probed: set[str]) -> None:
     """Raise ValueError for a task that an evaluation cannot play."""
     env = base.make_env(task.env, task.params)
     check_terms(config, task)
+    _check_agent(config, task.env, env)
     _check_turns(config, task.env, env)
     _check_service(config, task.env, env, probed)
     if config.launch.kind == "serial" and base.asynchronous(env):
         raise ValueError(f"env.name: {task.env} {SERIAL_ASYNC}")
+
+
+def _check_agent(config: Config, name: str, env: base.Env) -> None:
+    """Refuse an environment that needs another agent than the run has."""
+    needed = env.agent if isinstance(env, base.Delegated) else ""
+    if needed and config.rollout.agent != needed:
+        raise ConfigError(f"rollout.agent: must be {needed} for these env.params of {name}")
 
 
 def _check_service(config: Config, name: str, env: base.Env, probed: set[str]) -> None:

@@ -141,6 +141,13 @@ class Tooled(Env, Protocol):
 
 
 @runtime_checkable
+class Delegated(Env, Protocol):
+    """Environment whose tasks only an agent can play."""
+
+    agent: str  # its import path, for `rollout.agent`; "": these parameters need none
+
+
+@runtime_checkable
 class Probed(Env, Protocol):
     """Environment with requirements that not every machine meets."""
 
