@@ -34,11 +34,17 @@ class LeaseRequest:
     _parked: bool = False
     _told: tuple[WeightId | None, WeightId | None] = None, None
 
-    async def send(self, credit: int, generated: int) -> messages.Tickets | messages.Wait:
-        """Ask for tickets of up to `credit` members. Raise ActorReplaced."""
+    async def send(
+        self, credit: int, groups: set[int], generated: int
+    ) -> messages.Tickets | messages.Wait:
+        """Ask for tickets of up to `credit` members beside those of these groups.
+
+        Raise ActorReplaced.
+        """
         self._told = weights, visible = self.adoption.seen
         lease = messages.Lease(
             credit=credit,
+            groups=sorted(groups),
             weights=weights,
             visible=visible,
             generated=generated,

@@ -13,7 +13,8 @@ from actors.checks.config import check_own, check_servers, probe
 from actors.endpoint.runner import make_agents
 from actors.engines.factory import follow_weights
 from actors.envs.base import env_class, make_env
-from actors.experience.guide import ServiceGuide
+from actors.experience.guide import ExperienceGuide, ServiceBackend
+from actors.experience.own import own_backend
 from actors.failures import FailureCounts
 from actors.formats.chat import Chat
 from actors.judge.factory import make_judge
@@ -29,6 +30,7 @@ from evolver_async.config import Config, ConfigError
 from evolver_async.config.load import from_dict, stage_config
 from evolver_async.config.secrets import reveal
 from evolver_async.errors import USER_ERROR
+from evolver_async.extension import is_own
 from evolver_async.model import policy
 from evolver_async.model.tokenizer import ModelError
 from evolver_async.process.garbage import collect_rarely, give_back_memory
@@ -70,7 +72,7 @@ def build(
     chat = Chat(tokenizer, config.rollout.template)
     components = ActorComponents(
         judge=make_judge(config, engine, chat, failures),
-        guide=experience and ServiceGuide(experience, config.experience, failures),
+        guide=make_guide(config, experience, failures),
         questioner=make_questioner(config, failures, idle),
         reflector=Reflector(reflection, failures) if reflection.kind == "llm" else None,
         agents=make_agents(config, engine, chat, failures),
@@ -79,6 +81,17 @@ def build(
         scorer=RewardScorer(config, failures) if config.reward.terms else None,
     )
     return Worker(config, client, source, engine, chat, name, incarnation, components)
+
+
+def make_guide(
+    config: Config, service: Client | None, failures: FailureCounts
+) -> ExperienceGuide | None:
+    """Make the guide over the experience service or the user's own backend; None without either."""
+    if service is not None:
+        return ExperienceGuide(ServiceBackend(service), config.experience, failures)
+    if is_own(config.experience.kind):
+        return ExperienceGuide(own_backend(config), config.experience, failures)
+    return None
 
 
 async def join(client: Client, tokenizer: str | None = None) -> messages.Welcome:

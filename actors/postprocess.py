@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from actors.endpoint.runner import AgentRunner, JudgementMissing
 from actors.engines.weight_sync import WeightsLate
 from actors.envs.base import EnvironmentFailure
-from actors.experience.guide import ServiceGuide
+from actors.experience.guide import ExperienceGuide
 from actors.failures import FailureCounts, unread
 from actors.first_reply import FirstReply
 from actors.judge.judge import Judge, JudgedEpisode
@@ -46,7 +46,7 @@ class ActorComponents:
     """Optional components of an actor beside engine and environments; None if not configured."""
 
     judge: Judge | None = None
-    guide: ServiceGuide | None = None
+    guide: ExperienceGuide | None = None
     questioner: Questioner | None = None
     agents: AgentRunner | None = None
     reflector: Reflector | None = None
@@ -67,7 +67,7 @@ class ActorComponents:
 
     def _made(
         self,
-    ) -> list[Judge | ServiceGuide | Questioner | AgentRunner | Reflector | RewardScorer]:
+    ) -> list[Judge | ExperienceGuide | Questioner | AgentRunner | Reflector | RewardScorer]:
         known = (self.judge, self.guide, self.questioner, self.agents, self.reflector, self.scorer)
         return [component for component in known if component is not None]
 

@@ -78,6 +78,7 @@ class Worker:
         self.running: dict[TicketId, tuple[Ticket, TicketProgress, asyncio.Task[None]]] = {}
         self.tasks: set[asyncio.Task[None]] = set()  # of these and of those being released
         self.fenced: set[TicketId] = set()
+        self.releasing: set[int] = set()  # groups whose RELEASE has no reply yet
         self.failure: BaseException | None = None  # of a ticket, for `run` to raise
         self.failed = asyncio.Event()
         self.backoff = FailureBackoff(config.actors.groups)
@@ -131,7 +132,8 @@ class Worker:
         while True:
             async with self.turnover:
                 await self.turnover.wait_for(lambda: self.free() >= self.sizes[self.stage])
-            reply = await self.tickets.send(self.free(), self.reporter.generated())
+            groups = {group for group, _ in self.running} | self.releasing
+            reply = await self.tickets.send(self.free(), groups, self.reporter.generated())
             if isinstance(reply, messages.Wait):
                 log.info("no ticket: %s", reply.reason)
                 continue
@@ -278,10 +280,13 @@ class Worker:
     async def release(self, group_id: int, members: list[int], reason: str) -> None:
         """Release members of a group; without a reply in time their lease expires by itself."""
         release = messages.Release(group_id=group_id, members=members, reason=reason)
+        self.releasing.add(group_id)
         try:
             await self.client.request(release, timeout_s=self.reply_timeout_s)
         except TimeoutError as error:
-            log.warning("could not release group %d, its lease will expire: %s", group_id, error)
+            log.warning("could not release group %d, its lease will end: %s", group_id, error)
+        finally:
+            self.releasing.discard(group_id)
 
     async def roll_out(self, ticket: Ticket, progress: TicketProgress, deliver: Deliver) -> None:
         """Run a ticket's episodes by script, by an agent or by the engine."""

@@ -316,6 +316,12 @@ def _add_views(commands: Commands) -> None:
     about = "show the panel of `train`, or lines if there is no terminal, not the full screen"
     form.add_argument("--plain", action="store_true", help=about)
 
+    about = "print what a run's experience says of a task, for a prompt to its policy"
+    command = _add(commands, "guidance", "results:guidance", about)
+    _add_run(command)
+    about = "first message of the user; - reads it from stdin"
+    command.add_argument("task", metavar="TASK", help=about)
+
     about = "show the buffer's groups, actors, waiting processes and failures"
     command = _add(commands, "status", "viewing:status", about)
     command.add_argument("where", metavar="ADDRESS|RUN_DIR", help="of a running job")

@@ -11,6 +11,7 @@ from actors.endpoint.runner import load_agent
 from actors.engines.vllm_options import problems
 from actors.envs import base
 from actors.envs.tool_server import tool_server
+from actors.experience.own import load_backend
 from actors.formats.turns import FORMATS, THOUGHTFUL
 from actors.formats.whole_message import extractor
 from actors.judge.factory import JUDGES
@@ -24,7 +25,7 @@ from evolver_async.buffer.tasks.source import TaskSource
 from evolver_async.config import Config, ConfigError, StageConfig
 from evolver_async.config.load import stage_config
 from evolver_async.config.paths import embeds_by_model
-from evolver_async.config.sections.agentevolver import LLM_SECTIONS
+from evolver_async.config.sections.agentevolver import LLM_SECTIONS, SUMMARISED
 from evolver_async.config.sections.rollout import EXTERNAL
 from evolver_async.config.sections.run import FINAL_SET
 from evolver_async.extension import RAISED, implementation, is_own
@@ -59,7 +60,7 @@ def check(config: Config) -> None:
             )
         for key, problem in problems(config.engine):
             raise ConfigError(f"{key}: {problem}")
-    if config.experience.kind != "none" and importlib.util.find_spec("faiss") is None:
+    if config.experience.pooled and importlib.util.find_spec("faiss") is None:
         raise ValueError(
             f"experience.kind: {config.experience.kind} needs faiss, which is not installed: run"
             " pip install 'evolver-async[faiss]', or 'evolver-async[gpu]' for GPUs"
@@ -68,7 +69,7 @@ def check(config: Config) -> None:
     if config.rollout.agent_reward == "judged":
         authorization(config.judge.llm.key_env, "judge.llm.key_env")
     RewardScorer(config)  # which checks the parameters of its terms
-    if config.questioning.profile:
+    if config.questioning.profile not in ("", SUMMARISED):
         load_profile(config.questioning.profile)
     check_servers(config)
     probed = set[str]()
@@ -123,8 +124,10 @@ def check_servers(config: Config) -> None:
 
 
 def check_own(config: Config) -> None:
-    """Raise ValueError, naming the key, for an agent, a judge, a reward term or a turn format of
-    the user's that cannot be imported."""
+    """Raise ValueError, naming the key, for an agent, a judge, an experience backend, a reward term
+    or a turn format of the user's that cannot be imported."""
+    if is_own(config.experience.kind):
+        load_backend(config.experience.kind)
     rollout, judge = config.rollout, config.judge.kind
     if rollout.agent == EXTERNAL:
         start_key(rollout.endpoint.key_env)
@@ -319,5 +322,3 @@ def _check_turns(config: Config, name: str, env: base.Env) -> None:
         )
     if not isinstance(env, base.Tooled) and not config.env.tools.mcp:
         raise ValueError(f"rollout.format: {chosen} needs tools, which {name} has not")
-    if config.questioning.kind == "llm":
-        raise ValueError(f"questioning.kind: llm cannot explore in turns of {chosen}")

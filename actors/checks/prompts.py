@@ -138,7 +138,7 @@ async def _begun(setting: Setting, task: Task, reflects: bool) -> tuple[list[int
     async with begun(task) as (env, opening):
         turns = try_turns(env, setting.format, 1, random.Random(0)) if reflects else []
         specs = await tools_of(setting, env)
-        if setting.format.inline and CODE_TOOL not in [spec["name"] for spec in specs]:
+        if setting.format.inline and not specs:
             lacks = f"{setting.format_name} needs a tool {CODE_TOOL} of {task.env}"
             raise ConfigError(f"rollout.format: {lacks}")
         return first_prompt(setting, env, opening, specs), turns

@@ -284,6 +284,8 @@ class AgentRunner:
                 content=f"{task.query}\n{first}",
                 instructions="",
                 ending=history[-1].content,
+                acted=[],
+                tools=[],
                 experience_ids=[],
                 scores=[],
                 metrics=outcome.metrics,

@@ -1,16 +1,17 @@
-"""The actor's client of the experience service: requests guidance, sends finished groups.
+"""The actor's guide: asks for guidance, hands in finished groups.
 
-    advise      RETRIEVE → text and ids; empty if the service has none or does not answer
-    contribute  CONTRIBUTE in the background, in order, at most `QUEUE` groups behind
+    advise      text and ids; empty if there is none, or no answer
+    contribute  in the background, in order, at most `QUEUE` groups behind
 
-An episode waits at most `timeout_s` for the service. After a request without an answer no other is
-made for `OUTAGE_S`: during an outage episodes are unguided and counted. The service's texts are
-untrusted data, which `quoting.py` quotes.
+An episode waits at most `timeout_s`. After a question without an answer no other is asked for
+`OUTAGE_S`: during an outage episodes are unguided and counted. The texts are untrusted data, which
+`quoting.py` quotes. A backend answers: the experience service, or one of the user's (`own.py`).
 """
 
 import asyncio
 import logging
 from collections import deque
+from typing import Protocol
 
 from msgspec.structs import replace
 
@@ -25,6 +26,7 @@ from evolver_async.schema import Task
 from evolver_async.transport.client import Client, Rejected
 
 QUERY_CHARS = 20_000
+SPLIT = "train"  # the only split whose groups teach
 QUEUE = 64  # groups that wait to be sent; more are dropped
 OUTAGE_S = 5.0  # pause after a request without an answer
 SEND_TIMEOUT_S = 20.0  # until a group that the service does not accept is dropped
@@ -35,13 +37,51 @@ GROUP_BYTES = 250_000  # of all observations, actions and texts of a group
 log = logging.getLogger(__name__)
 
 
-class ServiceGuide:
-    """Connection of one actor to the experience service; owns its client."""
+class NoAnswer(Exception):
+    """A backend gave no answer, or none that can be used; the message says why."""
+
+
+class Backend(Protocol):
+    """Keeper of the experience of finished groups. Its methods raise NoAnswer."""
+
+    async def retrieve(self, query: str, timeout_s: float) -> messages.Guidance: ...
+
+    async def contribute(self, group: messages.Contribute) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+class ServiceBackend:
+    """The experience service of the run; owns the client."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+
+    async def retrieve(self, query: str, timeout_s: float) -> messages.Guidance:
+        """RETRIEVE. Raise NoAnswer, and ValueError for a text that cannot be encoded."""
+        try:
+            return await self._client.request(messages.Retrieve(query=query), timeout_s)
+        except (TimeoutError, Rejected) as error:
+            raise NoAnswer(str(error)) from error
+
+    async def contribute(self, group: messages.Contribute) -> None:
+        """CONTRIBUTE. Raise NoAnswer, also for a group that is too large to pack."""
+        try:
+            await self._client.request(group, SEND_TIMEOUT_S)
+        except (TimeoutError, Rejected, ValueError) as error:
+            raise NoAnswer(str(error)) from error
+
+    async def close(self) -> None:
+        self._client.close()
+
+
+class ExperienceGuide:
+    """One actor's guide; owns its backend."""
 
     def __init__(
-        self, client: Client, config: ExperienceConfig, failures: FailureCounts | None = None
+        self, backend: Backend, config: ExperienceConfig, failures: FailureCounts | None = None
     ) -> None:
-        self._client = client
+        self._backend = backend
         self._failures = failures or FailureCounts()
         self._timeout_s = config.timeout_s
         self._max_chars = config.max_chars
@@ -91,20 +131,19 @@ class ServiceGuide:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         self._counts["dropped"] += len(self._waiting)
-        self._client.close()
+        await self._backend.close()
 
     async def _ask(self, query: str) -> Advice | None:
-        """Request guidance; None if the service does not answer."""
+        """Request guidance; None without an answer."""
         now = asyncio.get_running_loop().time
         if now() < self._retry_at:
             return None
-        question = messages.Retrieve(query=query[:QUERY_CHARS])
         try:
-            reply = await self._client.request(question, self._timeout_s)
+            reply = await self._backend.retrieve(query[:QUERY_CHARS], self._timeout_s)
         except ValueError as error:  # a text that cannot be encoded; not an outage
             log.warning("an episode is unguided: %s", error)
             return None
-        except (TimeoutError, Rejected) as error:
+        except NoAnswer as error:
             if now() >= self._retry_at:  # else another episode has counted this outage
                 self._counts["outages"] += 1
                 self._failures.note("experience", "service", str(error))
@@ -122,8 +161,8 @@ class ServiceGuide:
     async def _send(self) -> None:
         while self._waiting:
             try:
-                await self._client.request(self._waiting[0], SEND_TIMEOUT_S)
-            except (TimeoutError, Rejected, ValueError) as error:  # the last: too large to pack
+                await self._backend.contribute(self._waiting[0])
+            except NoAnswer as error:
                 self._counts["dropped"] += 1
                 log.warning("a group of %s is not sent: %s", self._waiting[0].task_id, error)
             self._waiting.popleft()

@@ -1,6 +1,7 @@
 """Extraction of lessons from episodes with a language model, in a thread of its own.
 
-    read     starts on a group's episodes → success, failure and comparison lessons → ratings;
+    read     starts on a group's episodes → those that can teach (`experience.vet`) → success,
+             failure and comparison lessons → ratings;
              a group that failed throughout is compared with a success in a similar task
     collect  returns the lessons of finished groups
     purge    drops the lessons of a source that are still being written
@@ -36,6 +37,7 @@ T = TypeVar("T")
 
 PENDING = 64  # groups read at a time; more are dropped
 LESSONS, COMPARED = 3, 2  # at most, per question
+SHOWN = 2  # of a group's successes, and of its failures, in a question
 LESSON_CHARS = 2_000  # limit of each text of a lesson; the guidance may allow less
 MAX_REWRITTEN = 1_024  # rewritten texts in memory
 REWRITE_SHARE = 0.75  # of `timeout_s`; after it the entries are returned as they are
@@ -48,6 +50,18 @@ class Lesson(msgspec.Struct, forbid_unknown_fields=True):
 
     when_to_use: str
     content: str
+
+
+class Verdict(msgspec.Struct, forbid_unknown_fields=True):
+    """Verdict of the model on an episode: see `prompts.VETTING`."""
+
+    on_task: bool
+    repeats: bool
+    invents: bool
+
+    @property
+    def fit(self) -> bool:
+        return self.on_task and not self.repeats and not self.invents
 
 
 class GroupLessons(NamedTuple):
@@ -67,6 +81,7 @@ class LessonExtractor:
         self._client = JsonClient(endpoint)
         self._least_score = config.least_score
         self._longest = max(1, min(LESSON_CHARS, config.max_chars - len(MARK)))
+        self._vets = config.vet
         self._rewrites = config.rewrite
         self._rewrite_s = REWRITE_SHARE * config.timeout_s
         self._counts: Counter[str] = Counter()
@@ -143,7 +158,7 @@ class LessonExtractor:
 
     def counters(self) -> dict[str, float]:
         """Return totals by metric name, those of the endpoint included."""
-        names = ("unread", "unanswered", "unreadable", "rejected")
+        names = ("unread", "unanswered", "unreadable", "rejected", "unfit")
         counted = {f"experience/{name}": float(self._counts[name]) for name in names}
         return counted | self._endpoint.counters()
 
@@ -185,15 +200,21 @@ class LessonExtractor:
         ranked = sorted(group.episodes, key=lambda e: (-e.success, -e.reward, e.trajectory_id))
         solved = [episode for episode in ranked if episode.success]
         failed = [episode for episode in ranked if not episode.success]
+        solved, failed = solved[:SHOWN], failed[-SHOWN:]
+        if self._vets:
+            fit = await self._fit(group.query, [*solved, *failed])
+            solved = [episode for episode in solved if episode in fit]
+            failed = [episode for episode in failed if episode in fit]
         questions: list[tuple[str, int, Sequence[Transcript]]] = []
         if solved:
-            questions.append((prompts.SUCCESS, LESSONS, solved[:2]))
+            questions.append((prompts.SUCCESS, LESSONS, solved))
         if failed:
-            questions.append((prompts.FAILURE, LESSONS, failed[-2:]))
+            questions.append((prompts.FAILURE, LESSONS, failed))
         if solved and failed:
             questions.append((prompts.COMPARISON, COMPARED, [solved[0], failed[-1]]))
-        shown = [ranked[0]] if len(ranked) == 1 else [ranked[0], ranked[-1]]
-        if elsewhere is not None:
+        ranked = [*solved, *failed]
+        shown = ranked if len(ranked) < 2 else [ranked[0], ranked[-1]]
+        if elsewhere is not None and failed:
             shown = [elsewhere.episodes[0], failed[-1]]
             questions.append((prompts.ELSEWHERE, COMPARED, shown))
         asked = (self._lessons(text, most, group.query, of) for text, most, of in questions)
@@ -212,6 +233,16 @@ class LessonExtractor:
         ]
         self._counts["rejected"] += len(lessons) - len(items)
         return items
+
+    async def _fit(self, query: str, episodes: list[Transcript]) -> list[Transcript]:
+        """Return the episodes that can teach; all of them if the answer cannot be read."""
+        parse = partial(parse_verdicts, count=len(episodes))
+        verdicts = await self._ask(prompts.vetting(query, episodes), parse)
+        if verdicts is None:
+            return episodes
+        fit = [one for one, verdict in zip(episodes, verdicts, strict=True) if verdict.fit]
+        self._counts["unfit"] += len(episodes) - len(fit)
+        return fit
 
     async def _lessons(
         self, question: str, most: int, query: str, episodes: Sequence[Transcript]
@@ -252,6 +283,14 @@ def parse_lessons(answer: str, most: int, longest: int) -> list[Lesson]:
             if not 0 < len(text) <= limit:
                 raise ValueError(f"a text of {len(text)} characters instead of 1 to {limit}")
     return lessons
+
+
+def parse_verdicts(answer: str, count: int) -> list[Verdict]:
+    """Read exactly `count` verdicts. Raise ValueError for anything else."""
+    verdicts = decode_json(answer, list[Verdict])
+    if len(verdicts) != count:
+        raise ValueError(f"{len(verdicts)} verdicts instead of {count}")
+    return verdicts
 
 
 def parse_scores(answer: str, count: int) -> list[float]:

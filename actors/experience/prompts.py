@@ -33,6 +33,13 @@ ELSEWHERE = """\
 The first episode solved a similar task, the second one failed at this task. Which decisions of the
 first one would have helped the second?"""
 
+VETTING = """\
+Say of each episode below whether it can teach anything. "on_task": it works on the task below.
+"repeats": it does the same again and again without getting further. "invents": it claims to have
+done or seen what its record does not show. Answer with a JSON array of {count} objects, one for
+each episode, in order, each exactly {{"on_task": true, "repeats": false, "invents": false}} with
+the values that apply."""
+
 VALIDATION = """\
 Rate each lesson below for an agent that faces the task below or one like it: can it be acted on,
 does it follow from the episodes, does it concern the task, is it clear, does it say more than is
@@ -52,6 +59,12 @@ def lessons(
     record = {"task": query, "episodes": _records(episodes)}
     form = LESSON_FORM.format(least=1, most=most, longest=longest)
     return f"{question}\n{form}\n\n{as_json(record)}"
+
+
+def vetting(query: str, episodes: Sequence[Transcript]) -> str:
+    """Ask of each episode whether it is on its task, repeats itself, or makes things up."""
+    record = {"task": query, "episodes": _records(episodes)}
+    return f"{VETTING.format(count=len(episodes))}\n\n{as_json(record)}"
 
 
 def validation(query: str, episodes: Sequence[Transcript], texts: Sequence[str]) -> str:

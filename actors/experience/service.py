@@ -23,6 +23,7 @@ from actors.experience.contrast import contrast_items
 from actors.experience.embed import KEY
 from actors.experience.embedders import EmbedFailed, load_embedder
 from actors.experience.embedding_endpoint import EmbedderDown
+from actors.experience.guide import SPLIT
 from actors.experience.lesson_extractor import LessonExtractor
 from actors.experience.pool import ExperiencePool
 from actors.experience.store import FILE, ExperienceEntry, Store
@@ -47,7 +48,6 @@ REPORT_S = 2.0  # between reports of the counters if nothing else changes
 DOWN_S = 10.0  # between attempts to begin with an embedder that is down
 RETRY_S = 0.1  # until an actor repeats a request whose text is being rewritten
 DIRECTORY = "experience"  # in the run's directory
-SPLIT = "train"  # the only split that contributes
 COUNTED = ("contributed", "repeated", "foreign", "taught", "retrievals", "empty")
 EMPTY = 256  # questions in a row that find no lesson of a language model, before that is reported
 UNLIKE = "no lesson is like any of the last {} tasks: lower it, or set experience.embedder"

@@ -189,8 +189,11 @@ class Chat:
 
     def experience(self, text: str) -> list[int]:
         """Return the tokens of guidance between its markers, by themselves."""
-        parts = (f"{OPENING}\n", self.plain(text), f"\n{CLOSING}\n")
-        return [token for part in parts for token in self.tokens_of(part)]
+        return [token for part in self.experience_parts(text) for token in self.tokens_of(part)]
+
+    def experience_parts(self, text: str) -> tuple[str, str, str]:
+        """Return guidance as text: its opening marker, what it says, its closing marker."""
+        return f"{OPENING}\n", self.plain(text), f"\n{CLOSING}\n"
 
     def plain(self, text: str) -> str:
         """Change `text` so that nothing in it spells a special token or a marker of experience."""

@@ -61,13 +61,18 @@ def called(text: str) -> ToolInvocation:
     """Parse a call from JSON, whose texts may have raw newlines; ValueError gives the reason on one
     line."""
     try:
-        call = _decoded(text, WrittenCall)
-        arguments = call.arguments or {}
-        if isinstance(arguments, str):
-            arguments = _decoded(arguments, dict[str, Any])
-        return ToolInvocation(call.name, arguments)
+        return with_arguments(_decoded(text, WrittenCall))
     except (msgspec.MsgspecError, RecursionError, ValueError) as error:
         raise ValueError(f"this is no call as JSON: {error}") from error
+
+
+def with_arguments(call: WrittenCall) -> ToolInvocation:
+    """Return a call with its arguments as an object. Raise ValueError or RecursionError if their
+    text is none."""
+    arguments = call.arguments or {}
+    if isinstance(arguments, str):
+        arguments = _decoded(arguments, dict[str, Any])
+    return ToolInvocation(call.name, arguments)
 
 
 def _decoded(text: str, kind: type[T]) -> T:

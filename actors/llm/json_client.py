@@ -99,8 +99,14 @@ def as_json(value: Any) -> str:
 
 
 def truncate(texts: list[str]) -> list[str]:
-    """Cut each text to its fair share of a question."""
-    limit = min(TEXT_CHARS, QUESTION_CHARS // max(1, len(texts)))
+    """Cut the longest texts to equal lengths, so that all fit a question together."""
+    limit, room = TEXT_CHARS, QUESTION_CHARS
+    for place, length in enumerate(sorted(min(len(text), TEXT_CHARS) for text in texts)):
+        share = room // (len(texts) - place)
+        if length > share:
+            limit = min(limit, share)
+            break
+        room -= length
     return [text if len(text) <= limit else f"{text[:limit]} …" for text in texts]
 
 

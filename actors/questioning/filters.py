@@ -131,14 +131,15 @@ async def feasible(made: Candidate, play: Play, checked: bool, replays: int, kep
 
     It must do so with the exploration's dynamics seed and in `kept` of `replays` instances with
     other seeds. `checked`: the environment checks success; otherwise all actions of the reference
-    must at least be valid within one episode.
+    must at least be valid within one episode, and none a call that fails.
     """
     task, reference = made.task, made.task.reference or []
 
     async def works(dynamics_seed: int) -> bool:
         played = await play(task, reference, dynamics_seed)
         whole = not played.invalid and len(played.actions) == len(reference)
-        return whole and (played.success or not checked)
+        failed = any(step.info.tool_error for step in played.steps)
+        return whole and (played.success if checked else not failed)
 
     if not await works(made.dynamics_seed):
         return False

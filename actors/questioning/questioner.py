@@ -23,10 +23,11 @@ from actors.llm.client import Endpoint, Unavailable
 from actors.llm.json_client import JsonClient
 from actors.progress import TicketProgress
 from actors.questioning import synthesize
+from actors.questioning.actions import ActionForm, Surroundings
 from actors.questioning.explore import Explorer, exploring, has_goals, unbound
 from actors.questioning.filters import KnownTasks, feasible, large
 from actors.questioning.grade import Grade, grade
-from actors.questioning.profile import described, load_profile
+from actors.questioning.profile import Profiles, obeys
 from actors.questioning.replay import ReplayedEpisode, replay
 from actors.questioning.solve import solve_again
 from actors.questioning.synthesize import Candidate, Exploration, task_of, too_long
@@ -45,6 +46,7 @@ LLM_COUNTED = (  # only with a language model
     "dropped_empty",
     "dropped_lexical",
     "dropped_semantic",
+    "dropped_profile",
     "dropped_unsolved",
     "outages",
     "graded",
@@ -80,8 +82,7 @@ class Questioner:
             loaded, _ = load_embedder(config.experience)  # only these tasks have queries
             embedder = CountedEmbedder(loaded, self._failures, "questioning")
         self._timeout_s = config.env.step_timeout_s
-        profile = self.config.profile
-        self._profile = described(load_profile(profile)) if profile else ""
+        self._profiles = Profiles(self.config.profile, self._client)
         self._known = KnownTasks(self.config.jaccard, self.config.similarity, embedder)
         self._counts: Counter[str] = Counter(dict.fromkeys(names, 0))
 
@@ -97,12 +98,14 @@ class Questioner:
         ticket, setting = exploring(ticket, setting, self.config)
         if self._client is None:
             return await run_group(ticket, setting, engine, progress, deliver)
-        client, style = self._client, setting.format
+        client = self._client
 
         def policy_of(member: int) -> EpisodePolicy:
-            asked = client, self._profile, self.config
-            written = setting.chat, style, ticket.sampling.max_tokens
-            return Explorer(*asked, *written, self._pause_s, progress)
+            async def describe(met: Surroundings) -> str:
+                return await self._described(met, member, progress)
+
+            explored = ticket, setting, self._pause_s, progress
+            return Explorer(client, describe, self.config, *explored)
 
         await run_members(ticket, setting, policy_of, progress, deliver)
 
@@ -117,6 +120,8 @@ class Questioner:
                 turns=one.transcript.turns,
                 instructions=one.instructions,
                 ending=one.ending,
+                actions=one.acted,
+                form=ActionForm(one.tools),
             )
             for one in sorted(finished, key=lambda one: one.trajectory.member)
         ]
@@ -188,14 +193,16 @@ class Questioner:
         self, ticket: Ticket, exploration: Exploration, progress: TicketProgress
     ) -> list[Candidate]:
         most, task = self.config.per_episode, unbound(ticket.task)
+        first, form = exploration.turns[0].observation, exploration.form
+        met = Surroundings(task.env, exploration.instructions, form, first)
         known = self._known.queries(ticket.task)
-        described = self._profile or exploration.instructions
+        described = await self._described(met, exploration.member, progress)
         system, question = synthesize.question(described, exploration, known, most)
         assert self._client is not None
         try:
             with progress.during(exploration.member, "asking for tasks"):
                 proposals = await self._client.ask(
-                    system, question, lambda answer: synthesize.parse_proposals(answer, most)
+                    system, question, lambda answer: synthesize.parse_proposals(answer, most, form)
                 )
         except Unavailable as error:
             self._outage("an exploration yields no tasks", error)
@@ -203,7 +210,7 @@ class Questioner:
         progress.count += 1
         candidates = []
         for proposal in proposals or []:
-            reference, goal = proposal.action_sequence, None
+            reference, goal = proposal.solution, None
             if has_goals(task.env):
                 goal = await self._goal_of(ticket, exploration, reference, progress)
                 if goal is None:
@@ -240,11 +247,13 @@ class Questioner:
         try:
             if objection is None and not await feasible(candidate, play, checked, *replays):
                 objection = "infeasible"
+            if objection is None and not await self._obeys(candidate, progress):
+                objection = "profile"
             if objection is None and config.resolve and self._client is not None:
                 solved = await self._solved(self._client, ticket, candidate, checked, progress)
                 if solved is None:
                     objection = "unsolved"
-                elif not too_long(solved.reference or []) and not large(solved):
+                elif not too_long(solved.reference or [], candidate.form) and not large(solved):
                     again = candidate._replace(task=solved)
                     task = solved if await feasible(again, play, checked, *replays) else task
         except EnvironmentFailure as failure:
@@ -257,6 +266,32 @@ class Questioner:
             return task
         self._counts[f"dropped_{objection}"] += 1
         return None
+
+    async def _described(self, met: Surroundings, member: int, progress: TicketProgress) -> str:
+        """Return the description of an environment; the instructions while no profile is made."""
+        try:
+            with progress.during(member, "asking for a profile"):
+                return await self._profiles.describe(met)
+        except Unavailable as error:
+            self._outage("the environment is not described", error)
+            return met.form.with_tools(met.instructions)
+        finally:
+            progress.count += 1
+
+    async def _obeys(self, candidate: Candidate, progress: TicketProgress) -> bool:
+        """Return True for a task that obeys the profile, if it must; False also if that cannot be
+        found out."""
+        profile = self._profiles.of(candidate.task.env)
+        if self._client is None or not (self.config.obeys_profile and profile):
+            return True
+        try:
+            with progress.during(candidate.member, "comparing a task with the profile"):
+                return await obeys(self._client, profile, candidate.task)
+        except Unavailable as error:
+            self._outage("a task is not compared with the profile", error)
+            return False
+        finally:
+            progress.count += 1
 
     async def _solved(
         self,
@@ -272,7 +307,8 @@ class Questioner:
         world_of = own, member, self._timeout_s, progress, *self._shared
         async with TimedEnvironment(*world_of) as world:
             with progress.during(member, "solving again"):
-                actions = await solve_again(client, world, progress, task, seed, most, checked)
+                asked = client, world, progress, task, seed, most, checked, candidate.form
+                actions = await solve_again(*asked)
         return None if actions is None else msgspec.structs.replace(task, reference=actions)
 
     async def _play(

@@ -4,8 +4,11 @@ An unsolved task is rejected; a solved one gets the found solution as its refere
 replayed.
 """
 
+from functools import partial
+
 from actors.llm.json_client import JsonClient, as_json, step_records
 from actors.progress import TicketProgress
+from actors.questioning.actions import ActionForm
 from actors.questioning.explore import parse_choice
 from actors.questioning.grade import grade
 from actors.questioning.prompts import SOLVE
@@ -22,12 +25,15 @@ async def solve_again(
     dynamics_seed: int,
     max_turns: int,
     checked: bool,
+    form: ActionForm,
 ) -> list[str] | None:
     """Return the valid actions that solved the task in the fresh `world`; None if none did.
 
     `checked`: the environment checks success; otherwise the language model grades it. Raise
     Unavailable or EnvironmentFailure.
     """
+    system = SOLVE.format(action=form.example, ending=form.ending)
+    tools = {"tools": list(form.tools)} if form.tools else {}
     await world.open()
     beginning = seen = (await world.reset(task, dynamics_seed)).text
     turns: list[Turn] = []
@@ -35,17 +41,16 @@ async def solve_again(
     solved = False
     for _ in range(max_turns):
         after = [*(turn.observation for turn in turns[1:]), seen] if turns else []
-        record = {
+        record = tools | {
             "task": task.query,
             "hint": task.reference,
             "beginning": beginning,
             "so far": step_records([(t.action, s) for t, s in zip(turns, after, strict=True)]),
         }
-        choice = await client.ask(SOLVE, as_json(record), parse_choice)
+        action = await client.ask(system, as_json(record), partial(parse_choice, form=form))
         progress.count += 1
-        if choice is None or not choice.action.strip():
+        if not action:
             break
-        action = choice.action.strip()
         step = await world.step(action, doing="solving again")
         turns.append(Turn(observation=seen, state="", action=action))
         progress.count += 1

@@ -9,52 +9,59 @@ from typing import Annotated, Any, NamedTuple
 
 import msgspec
 
-from actors.formats.turns import SEPARATOR
 from actors.llm.json_client import as_json, decode_json, newest, step_records, truncate
+from actors.questioning.actions import ActionForm, WrittenAction
 from actors.questioning.prompts import SYNTHESIS
 from actors.questioning.replay import ReplayedEpisode
 from evolver_async.protocol.transcripts import Turn
 from evolver_async.schema import Task
 
 QUERY_CHARS = 1_000
-SOLUTION_CHARS = 4_000  # of all actions, as tasks are sent and stored with their solution
+# Of all actions, as tasks are sent and stored with their solution; code is longer than a text.
+SOLUTION_CHARS, CALLS_CHARS = 4_000, 16_000
 
 
 class Exploration(NamedTuple):
     """Episode of an explore ticket, with all that a replay needs. `instructions`: those of its
-    environment after `reset`; `ending`: last observation."""
+    environment after `reset`; `ending`: last observation; `actions`: those that it was given."""
 
     member: int
     dynamics_seed: int
     turns: list[Turn]
     instructions: str
     ending: str
-
-    @property
-    def actions(self) -> list[str]:
-        read = [turn.action for turn in self.turns if turn.action]
-        return [one.strip() for action in read for one in action.split(SEPARATOR)]
+    actions: list[str]
+    form: ActionForm
 
     def candidate(self, task: Task, confidence: float) -> "Candidate":
         """Make a candidate that comes from this exploration."""
-        return Candidate(task, confidence, self.member, self.dynamics_seed)
+        return Candidate(task, confidence, self.member, self.dynamics_seed, self.form)
 
 
 class Candidate(NamedTuple):
-    """Candidate for a task. `member`, `dynamics_seed`: of the exploration it comes from."""
+    """Candidate for a task. `member`, `dynamics_seed`, `form`: of the exploration it comes from."""
 
     task: Task
     confidence: float
     member: int
     dynamics_seed: int
+    form: ActionForm
 
 
-class Proposal(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class WrittenProposal(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Task in an answer of a language model."""
 
     query: Annotated[str, msgspec.Meta(min_length=1, max_length=QUERY_CHARS)]
     confidence: Annotated[float, msgspec.Meta(ge=0, le=1)]
-    action_sequence: list[str]
+    action_sequence: list[WrittenAction]
+
+
+class Proposal(NamedTuple):
+    """Task that a language model proposes. `solution`: actions as the environment takes them."""
+
+    query: str
+    confidence: float
+    solution: list[str]
 
 
 def task_of(
@@ -121,19 +128,29 @@ def question(described: str, explored: Exploration, known: list[str], most: int)
         "explored": step_records(pairs),
         "existing tasks": newest(known),
     }
-    return SYNTHESIS.format(most=most), f"{described}\n\n{as_json(record)}"
+    form = explored.form
+    system = SYNTHESIS.format(most=most, action=form.example, ending=form.ending)
+    return system, f"{described}\n\n{as_json(record)}"
 
 
-def too_long(solution: list[str]) -> bool:
-    """Return True if the actions, with a separator after each, exceed SOLUTION_CHARS."""
-    return sum(len(action) + 1 for action in solution) > SOLUTION_CHARS
+def too_long(solution: list[str], form: ActionForm) -> bool:
+    """Return True if the actions, with a separator after each, are too long for a task."""
+    return sum(len(action) + 1 for action in solution) > _most_chars(form)
 
 
-def parse_proposals(answer: str, most: int) -> list[Proposal]:
+def parse_proposals(answer: str, most: int, form: ActionForm) -> list[Proposal]:
     """Parse at most `most` proposals, sorted by descending confidence. Raise ValueError."""
-    proposals = decode_json(answer, list[Proposal])
-    if len(proposals) > most:
-        raise ValueError(f"{len(proposals)} tasks instead of at most {most}")
-    if any(too_long(one.action_sequence) for one in proposals):
-        raise ValueError(f"a solution of more than {SOLUTION_CHARS} characters")
+    written = decode_json(answer, list[WrittenProposal])
+    if len(written) > most:
+        raise ValueError(f"{len(written)} tasks instead of at most {most}")
+    proposals = [
+        Proposal(one.query, one.confidence, [form.read(action) for action in one.action_sequence])
+        for one in written
+    ]
+    if any(too_long(one.solution, form) for one in proposals):
+        raise ValueError(f"a solution of more than {_most_chars(form)} characters")
     return sorted(proposals, key=lambda one: -one.confidence)
+
+
+def _most_chars(form: ActionForm) -> int:
+    return CALLS_CHARS if form.tools else SOLUTION_CHARS

@@ -16,6 +16,7 @@ from actors.envs.base import Described, Env, Tooled, settled
 from actors.envs.results import Opening, checked_tools
 from actors.formats.chat import Stream
 from actors.formats.native_turns import NativeTurns
+from actors.formats.turns import callable_tools
 from actors.rollout.episode_config import Setting
 from evolver_async.schema import Role, Sequence
 
@@ -163,7 +164,7 @@ async def tools_of(setting: Setting, env: Env) -> list[dict[str, Any]]:
         return []
     own = checked_tools(await settled(env.tools())) if isinstance(env, Tooled) else []
     served = await setting.server.tools() if setting.server else []
-    return checked_tools([*own, *served])
+    return callable_tools(setting.format, checked_tools([*own, *served]))
 
 
 def with_tools(setting: Setting, specs: Iterable[dict[str, Any]]) -> Setting:

@@ -44,6 +44,7 @@ from actors.envs.tool_server import ToolServer
 from actors.failures import FailureCounts
 from actors.formats.chat import encodable
 from actors.formats.tool_calls import ANSWER_TOOL, ToolInvocation, called
+from actors.formats.turns import TurnFormat, callable_tools
 from actors.progress import TicketProgress
 from evolver_async.env import Info, Step
 from evolver_async.extension import RAISED
@@ -60,9 +61,15 @@ log = logging.getLogger(__name__)
 
 
 class TimedEnvironment:
-    """Environment of one member. `spent_s`: seconds of all its calls, injected latency included."""
+    """Environment of one member. `spent_s`: seconds of all its calls, injected latency included.
+
+    `said`: text of the last message of its user, or of its last observation, as tokenizers can read
+    it; `valid`: False if the last action did not exist.
+    """
 
     env: Env
+    said: str = ""
+    valid: bool = True
 
     def __init__(
         self,
@@ -157,7 +164,9 @@ class TimedEnvironment:
     async def reset(self, task: Task, dynamics_seed: int) -> Opening:
         """Return the first messages."""
         seen = await self.call("reset", self.env.reset, task, dynamics_seed)
-        return self._checked("reset", checked_opening, seen)
+        opening = self._checked("reset", checked_opening, seen)
+        self.said, self.valid = encodable(opening.user), True
+        return opening
 
     async def step(self, action: str, latency_s: float = 0, doing: str = "step") -> Step:
         """Return the result of an action. A call of one of the server's tools never reaches the
@@ -170,17 +179,21 @@ class TimedEnvironment:
             if call.name == ANSWER_TOOL and not isinstance(self.env, Tooled):
                 action = call.arguments["text"]
         found = await self.call(doing, self.env.step, action, latency_s=latency_s)
-        return self._checked(doing, checked_step, found)
+        step = self._checked(doing, checked_step, found)
+        self.said, self.valid = encodable(step.observation), step.info.valid
+        return step
 
-    async def tools(self) -> list[dict[str, Any]]:
-        """Return the tools of the task begun, the environment's and the server's; [] if there are
-        none."""
+    async def tools(self, style: TurnFormat) -> list[dict[str, Any]]:
+        """Return the tools that turns of this format can call in the task begun, the environment's
+        and the server's; [] if there are none."""
+        if not style.tools:
+            return []
         specs = list[dict[str, Any]]()
         if isinstance(self.env, Tooled):
             specs = self._checked("tools", checked_tools, await self.call("tools", self.env.tools))
         if self._server is not None:
             specs = [*specs, *await self._noted("tools", self._server.tools)]
-        return self._checked("tools", checked_tools, specs)
+        return callable_tools(style, self._checked("tools", checked_tools, specs))
 
     async def verdict(self, verdict: Callable[[], Any]) -> tuple[float, bool]:
         """Return reward and success of an episode that the rollout ends."""

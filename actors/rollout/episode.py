@@ -11,6 +11,7 @@ import logging
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from actors.engines.base import Generation
 from actors.envs.base import (
@@ -68,6 +69,7 @@ class Episode:
     setting: Setting
     progress: TicketProgress
     conversation: Conversation = field(init=False)
+    specs: list[dict[str, Any]] = field(default_factory=list)  # of the tools
     tools: frozenset[str] | None = None  # None: actions are no calls
     observation: str = ""
     query: str = ""
@@ -75,6 +77,7 @@ class Episode:
     instructions: str = ""
     advice: Advice = field(default_factory=Advice)
     turns: list[Turn] = field(default_factory=list)
+    acted: list[str] = field(default_factory=list)
     scores: list[float] = field(default_factory=list)
     rewards: list[float] = field(default_factory=list)
     flags: list[TurnFlag] = field(default_factory=list)
@@ -170,6 +173,8 @@ class Episode:
             content=self.content,
             instructions=self.instructions,
             ending=self.observation,
+            acted=self.acted,
+            tools=self.specs,
             scores=self.scores,
             metrics=self.metrics,
         )
@@ -187,14 +192,14 @@ class Episode:
         if isinstance(environment.env, Identified):
             told = await environment.text("content", environment.env.content)
             self.content = f"{task.query}\n{told}"
-        specs = await environment.tools() if self.setting.format.tools else []
+        specs = await environment.tools(self.setting.format)
         described = system_message, self.setting, environment.env, specs
         system = await environment.call("instructions", *described)
         if self.setting.recorded:
             worded = plain_instructions, environment.env
             self.instructions = await environment.call("instructions", *worded)
         if self.setting.format.tools:
-            self.tools = frozenset(spec["name"] for spec in specs)
+            self.specs, self.tools = specs, frozenset(spec["name"] for spec in specs)
             self.setting = with_tools(self.setting, specs)
         talk = Conversation(self.setting, system, task.query, opening, room)
         self.conversation, length = talk, len(talk.tokens)
@@ -258,6 +263,8 @@ class Episode:
             latency_s = step_latency_s(setting, self.ticket, self.member, self.steps)
             step = await self.environment.step(action, latency_s)
             self.steps += 1
+            if setting.recorded:
+                self.acted.append(action)
             self.progress.count += 1
             seen, cut = setting.chat.shortened(
                 encodable(step.observation), setting.max_observation_tokens

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -16,10 +16,11 @@ from evolver_async.schema import REWARD_ROUNDING, Sequence, Ticket, Trajectory
 @dataclass(frozen=True)
 class Finished:
     """One finished episode. `query`: its task as text; `ending`: its last observation;
-    `instructions`: the environment's in plain English, as they are after `reset`.
+    `instructions`: the environment's in plain English, as they are after `reset`; `acted`: the
+    actions that the environment was given, in order; `tools`: specs of those that turns could call.
 
-    `scores`: the environment's before the first turn and after each. These, the instructions and
-    the transcript are empty where nobody wants them.
+    `scores`: the environment's before the first turn and after each. These, the instructions, the
+    actions and the transcript are empty where nobody wants them.
     """
 
     trajectory: Trajectory
@@ -27,6 +28,8 @@ class Finished:
     query: str
     instructions: str
     ending: str
+    acted: list[str]
+    tools: list[dict[str, Any]]
     scores: list[float]
 
 
@@ -61,6 +64,8 @@ def assembled(
     content: str,
     instructions: str,
     ending: str,
+    acted: list[str],
+    tools: list[dict[str, Any]],
     experience_ids: list[int],
     scores: list[float],
     metrics: Mapping[str, float],
@@ -99,4 +104,5 @@ def assembled(
         experience_ids=experience_ids,
         turns=turns,
     )
-    return Finished(trajectory, transcript, query, instructions, ending, scores)
+    told = query, instructions, ending
+    return Finished(trajectory, transcript, *told, acted, tools, scores)

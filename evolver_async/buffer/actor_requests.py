@@ -64,8 +64,8 @@ class ActorRequests:
         """Grant tickets with at most `credit` members.
 
         New groups are shared with the other actors that wait; a single actor gets the rest with its
-        next LEASE, as it gets tickets for which the reply has no room. Without credit the actor
-        leaves: the members that it still holds are vacant.
+        next LEASE, as it gets tickets for which the reply has no room. Tickets of which the actor
+        does not know are vacant. Without credit the actor leaves, and all that it holds are.
         """
         if request.credit < 0 or request.generated < 0:
             return Reject(reason=f"credit, generated: {request.credit}, {request.generated}")
@@ -74,6 +74,8 @@ class ActorRequests:
             self.store.leases.abandon(peer)
             self.activity.depart(peer)
             return Ok()
+        if request.groups is not None:
+            self.store.leases.keep(peer, set(request.groups))
         self.weights.note(peer, request, now)
         room = request.credit
         held = self.weights.held(peer)

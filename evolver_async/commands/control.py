@@ -38,8 +38,9 @@ def purge(args: argparse.Namespace) -> int:
 
     run_dir = run_directory(args.run_dir)
     config = load_written(run_dir)
-    if config.experience.kind == "none":
-        raise ConfigError(f"{run_dir}: has no experience to purge (experience.kind=none)")
+    if not config.experience.pooled:
+        kind = config.experience.kind
+        raise ConfigError(f"{run_dir}: has no pool to purge (experience.kind={kind})")
     with contextlib.ExitStack() as held, as_config_errors():
         try:
             held.enter_context(directory.locked(run_dir))

@@ -1,4 +1,4 @@
-"""`eval`, `export`, `report` and `wandb`: results of a run."""
+"""`eval`, `export`, `guidance`, `report` and `wandb`: results of a run."""
 
 import argparse
 import importlib.util
@@ -81,6 +81,19 @@ def export(args: argparse.Namespace) -> int:
     run_dir = run_directory(args.run_dir)
     with as_config_errors():
         say(resolve("export")(run_dir, args.out, args.step, args.examples))
+    return 0
+
+
+def guidance(args: argparse.Namespace) -> int:
+    """Print what a run's experience says of a task."""
+    prepare_process()
+    run_dir = run_directory(args.run_dir)
+    with as_config_errors():
+        text = resolve("guidance")(run_dir, sys.stdin.read() if args.task == "-" else args.task)
+    if not text:
+        say(f"evolver-async: {run_dir}: no entry is like this task", file=sys.stderr)
+        return 1
+    say(text.removesuffix("\n"))
     return 0
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from evolver_async.config import hub
 from evolver_async.config.secrets import reveal
 from evolver_async.config.sections import Config
-from evolver_async.config.sections.agentevolver import EMBEDDERS
+from evolver_async.config.sections.agentevolver import EMBEDDERS, SUMMARISED
 from evolver_async.config.sections.run import RunName
 from evolver_async.config.shape import GGUF
 from evolver_async.config.values.errors import ConfigError
@@ -27,13 +27,15 @@ def with_absolute_paths(config: Config) -> Config:
     def unless_id(path: str) -> str:
         return path if hub.is_id(path) else absolute(path)
 
-    embedder = config.experience.embedder
+    embedder, profile = config.experience.embedder, config.questioning.profile
     named = embedder in EMBEDDERS or is_own(embedder)
     return replace(
         with_task_paths(config, unless_id),
         policy=replace(config.policy, path=unless_id(config.policy.path)),
         experience=replace(config.experience, embedder=embedder if named else absolute(embedder)),
-        questioning=replace(config.questioning, profile=absolute(config.questioning.profile)),
+        questioning=replace(
+            config.questioning, profile=profile if profile == SUMMARISED else absolute(profile)
+        ),
         weights=replace(config.weights, dir=absolute(config.weights.dir)),
         security=replace(config.security, keys=absolute(config.security.keys)),
     )
@@ -60,7 +62,7 @@ def directory_of(config: Config, name: str) -> Path:
 
 def embeds_by_model(config: Config) -> bool:
     """Return True if a process of the run loads what `experience.embedder` names, n-grams apart."""
-    used = config.experience.kind != "none" or config.questioning.kind == "llm"
+    used = config.experience.pooled or config.questioning.kind == "llm"
     return used and config.experience.embedder != "hash"
 
 

@@ -44,7 +44,7 @@ def _processes(config: Config) -> str:
     if config.launch.kind == "serial":
         return f"1, with {config.actors.count} actors in one loop under a virtual clock"
     parts = ["a launcher", "a buffer"]
-    if config.experience.kind != "none":
+    if config.experience.pooled:
         parts.append("an experience service")
     ranks = config.learner.ranks
     parts.append("a learner" if ranks == 1 else f"a learner of {ranks} ranks")

@@ -42,6 +42,7 @@ ROLES = PROCESSES | {
     "export": "learner.tools.export:export",  # (run_dir, out, step, examples) -> line
     "manual": "actors.export_manual:write_manual",  # (config, directory, examples) -> None
     "copy_pool": "actors.experience.store:copy_pool",  # (directory, new directory) -> None
+    "guidance": "actors.experience.at_use:guidance",  # (run_dir, query) -> text
     "purge": "actors.experience.service:purge_files",  # (config, run_dir, source) -> entries
     "rerun": "learner.rerun.main:rerun",  # (plan, progress) -> exit code and lines
     "serial_actor": "actors.main:build",

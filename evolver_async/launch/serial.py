@@ -157,9 +157,7 @@ def _train(config: Config, run_dir: Path) -> int:
     loop.report(config.buffer.warn_s, partial(_log_waits, service, config.buffer.warn_s))
     address = service.welcome.weights_address
     server = LocalServer(service, run_dir.name)
-    experience = (
-        None if config.experience.kind == "none" else InProcessExperience(config, run_dir, server)
-    )
+    experience = InProcessExperience(config, run_dir, server) if config.experience.pooled else None
     build_actor = resolve("serial_actor")
 
     async def start() -> list[asyncio.Task[Any]]:

@@ -95,9 +95,9 @@ def check_addresses(config: Config) -> None:
         return
     here, keys = config.launch.kind == "local", keys_of(config)
     addresses = [("buffer.address", config.buffer.address)]
-    if config.experience.kind != "none" and config.experience.address:
+    if config.experience.pooled and config.experience.address:
         addresses.append(("experience.address", config.experience.address))
-    elif config.experience.kind != "none" and config.buffer.address:
+    elif config.experience.pooled and config.buffer.address:
         derived = experience_address(config, config.buffer.address)
         addresses.append(("buffer.address", derived))
     others = [("weights.address", config.weights.address)]

@@ -158,7 +158,7 @@ class Supervisor:
                 )
         if self.signals:
             return
-        if self.config.experience.kind != "none":
+        if self.config.experience.pooled:
             self.add("experience", "experience")
         self.add("learner", "learner")
         self.scale(time.monotonic())

@@ -111,10 +111,10 @@ def memory_plan(
     if config.launch.kind == "serial":
         counts = [1 if one.name in (PREFILL, LOADING) else actors for one in actor.parts]
         engines = [replace(x, size=n * x.size) for x, n in zip(actor.parts, counts, strict=True)]
-        own = [] if config.experience.kind == "none" else [*_experience(config)][1:]
+        own = [*_experience(config)][1:] if config.experience.pooled else []
         parts += (*engines[1:], *buffer[1:], *own)
         return MemoryPlan((ProcessPlan("launcher", 1, parts),), _shared(config, shape))
-    if config.experience.kind != "none":
+    if config.experience.pooled:
         others.append(ProcessPlan("experience", 1, tuple(_experience(config))))
     others.append(ProcessPlan("launcher", 1, (_base("launcher"),)))
     return MemoryPlan((learner, actor, *others), _shared(config, shape))

@@ -16,7 +16,7 @@ def keys_of(config: Config) -> Path | None:
 
 def experience_address(config: Config, buffer_address: str) -> str:
     """Return the address of the run's experience service, "" if it has none."""
-    if config.experience.kind == "none":
+    if not config.experience.pooled:
         return ""
     return config.experience.address or f"{buffer_address}.experience"
 

@@ -44,9 +44,14 @@ class Hello(Message, tag="hello"):
 
 
 class Lease(Message, tag="lease"):
-    """Request for tickets of up to `credit` members; parked until there is room."""
+    """Request for tickets of up to `credit` members; parked until there is room.
+
+    `groups`: those of which the sender has a ticket; it never heard of its others, whose grant was
+    journaled by a buffer that died before the answer. None: it does not say.
+    """
 
     credit: int
+    groups: list[int] | None = None
     weights: WeightId | None = None  # those that the sender holds
     visible: WeightId | None = None  # the newest that it can fetch
     generated: int = 0  # tokens that this incarnation has sampled so far

@@ -347,6 +347,7 @@ def test_a_drained_actor_hands_in_what_is_finished_and_gives_back_the_rest(
     assert buffer.taken == [0]
     release, leave = buffer.requests[-2:]
     assert isinstance(release, messages.Release) and isinstance(leave, messages.Lease)
+    assert buffer.leases[0].groups == [] and buffer.leases[-1].groups == [release.group_id]
     assert (release.members, release.reason) == ([1], "drain")
 
 

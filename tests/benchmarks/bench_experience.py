@@ -26,7 +26,7 @@ import numpy as np
 
 from actors.engines.base import Generation, Request
 from actors.envs.grid.frozen_lake import FrozenLake
-from actors.experience.guide import ServiceGuide
+from actors.experience.guide import ExperienceGuide, ServiceBackend
 from actors.experience.pool import Item
 from actors.experience.service import build, open_pool
 from actors.experience.store import ExperienceEntry
@@ -179,7 +179,7 @@ def processor_s(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-async def asked(guide: ServiceGuide, pid: int) -> None:
+async def asked(guide: ExperienceGuide, pid: int) -> None:
     while not (await guide.advise(query(0))).text:
         await asyncio.sleep(0.1)
 
@@ -201,7 +201,7 @@ async def asked(guide: ServiceGuide, pid: int) -> None:
     show("as an actor sees a single question", [await ask(question) for question in rounds[0]])
 
 
-async def roll(number: int, guide: ServiceGuide | None) -> float:
+async def roll(number: int, guide: ExperienceGuide | None) -> float:
     """Seconds of one group."""
     chat = Chat(make_tokenizer(512))
     task = Task(
@@ -233,7 +233,7 @@ async def roll(number: int, guide: ServiceGuide | None) -> float:
     return seconds
 
 
-async def compared(guide: ServiceGuide) -> None:
+async def compared(guide: ExperienceGuide) -> None:
     """Groups with and without the service by turns, so that both meet the same machine."""
     without, within = [], []
     for number in range(GROUPS):
@@ -251,7 +251,7 @@ async def compared(guide: ServiceGuide) -> None:
 
 async def outside(address: str, pid: int) -> None:
     client = DealerClient(f"{address}.experience", "run", "actor-0")
-    guide = ServiceGuide(client, CONFIG.experience)
+    guide = ExperienceGuide(ServiceBackend(client), CONFIG.experience)
     await asked(guide, pid)
     await compared(guide)
     print("the guide counted", guide.counters())

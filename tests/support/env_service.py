@@ -9,13 +9,21 @@ after the call was carried out.
 """
 
 import json
+import re
 import threading
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any, Self
 
 from http_server import HttpServer, Reply, raw
 
-TASKS = {"train": ["up-3", "up-2"], "dev": ["up-1"]}
+TASKS = {"train": ["up-3", "up-2"], "dev": ["up-1"], "test_normal": ["up-4"]}
+APP_PAGES = """You help your supervisor by Python code, which calls these APIs:
+apis.supervisor.show_account_passwords()
+apis.supervisor.complete_task(answer)
+apis.music.login(password) -> access_token
+apis.music.show_playlists(access_token)"""
+BLOCK = re.compile(r"```python\n(.*?)\n```", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -108,3 +116,75 @@ class EnvService:
 
 def _detail(number: int, text: str) -> Reply:
     return Reply(body=json.dumps({"detail": text}).encode(), status=number)
+
+
+@dataclass
+class Apps(Instance):
+    """A supervisor's accounts in a small AppWorld; every task has a password of its own."""
+
+    answer: Any = None
+    completed: bool = False
+    params: dict[str, Any] = field(default_factory=dict)
+
+    def run(self, code: str) -> str:
+        """Run code with `apis`; return what it prints, or how it failed."""
+        printed: list[str] = []
+
+        def write(*values: Any) -> None:
+            printed.append(" ".join(map(str, values)))
+
+        try:
+            exec(code, {"apis": self._apis(), "print": write})  # of tests alone
+        except Exception as error:
+            return f"Execution failed. Traceback: {error}"
+        return "\n".join(printed) or "Execution successful."
+
+    def _apis(self) -> SimpleNamespace:
+        password, playlists = f"secret-{self.need}", [f"list {n}" for n in range(self.need)]
+        accounts = [{"account_name": "music", "password": password}]
+
+        def login(password: str) -> str:
+            if password != accounts[0]["password"]:
+                raise ValueError("wrong password")
+            return "token"
+
+        def show_playlists(access_token: str) -> list[str]:
+            if access_token != "token":
+                raise ValueError("no access")
+            return playlists
+
+        def complete_task(answer: Any = None) -> None:
+            self.answer, self.completed = answer, True
+
+        return SimpleNamespace(
+            supervisor=SimpleNamespace(
+                show_account_passwords=lambda: accounts, complete_task=complete_task
+            ),
+            music=SimpleNamespace(login=login, show_playlists=show_playlists),
+        )
+
+
+class AppWorldService(EnvService):
+    """A fake AppWorld: the task `up-3` is to tell the number of three playlists, by code that calls
+    `apis`."""
+
+    def carried_out(self, call: str, body: dict[str, Any]) -> Reply:
+        if call == "create":
+            need = int(body["task_id"].removeprefix("up-"))
+            self.instances[body["instance_id"]] = Apps(need, params=body["params"])
+            said = [
+                {"role": "system", "content": APP_PAGES},
+                {"role": "user", "content": "How many playlists have I got?"},
+            ]
+            return raw({"success": True, "data": {"state": said, "info": {}}})
+        apps = self.instances.get(body.get("instance_id", ""))
+        if not isinstance(apps, Apps) or call not in ("step", "evaluate"):
+            return super().carried_out(call, body)
+        if call == "evaluate":
+            return raw({"success": True, "data": float(apps.answer == apps.need)})
+        said = body["messages"]["content"]
+        apps.said.append(said)
+        found = BLOCK.search(said)
+        output = apps.run(found[1]) if found else "no code"
+        data = {"state": [{"role": "user", "content": output}], "is_terminated": apps.completed}
+        return raw({"success": True, "data": data | {"reward": 0.0, "info": {}}})

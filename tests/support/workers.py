@@ -52,11 +52,11 @@ class Buffer:
         self.tickets = list(tickets)
         self.refuses = refuses
         self.requests: list[Any] = []
-        self.credits: list[int] = []
+        self.leases: list[messages.Lease] = []  # that ask for tickets
 
     def handle(self, peer: str, request: Any, now: float) -> list[messages.Reply]:
         if isinstance(request, messages.Lease) and request.credit > 0:
-            self.credits.append(request.credit)
+            self.leases.append(request)
             due = [ticket for at, ticket in self.tickets if at <= now]
             self.tickets = [(at, ticket) for at, ticket in self.tickets if at > now]
             return [messages.Tickets(tickets=due) if due else messages.Wait(reason="none")]
@@ -69,6 +69,10 @@ class Buffer:
     def commit(self) -> None: ...
 
     def tick(self, now: float) -> None: ...
+
+    @property
+    def credits(self) -> list[int]:
+        return [lease.credit for lease in self.leases]
 
     def seen(self, kind: type) -> list[Any]:
         return [request for request in self.requests if isinstance(request, kind)]

@@ -34,7 +34,7 @@ eval:
   sets:
     swapped: {{tasks: 4, env: {{params: {{low_arm: dragon, high_arm: phoenix}}}}}}
     sampled: {{tasks: {TASKS}, k: {SAMPLES}, temperature: 1.0}}
-buffer: {{archive: all, lease_s: 10, stall_s: 20}}  # tickets whose grant died with the buffer end
+buffer: {{archive: all}}
 metrics: {{panel: none}}
 launch: {{backoff_s: 0.1}}
 """

@@ -190,6 +190,12 @@ class Leases:
         for lease in self.of_peer(peer):
             self._vacate(lease)
 
+    def keep(self, peer: str, groups: set[int]) -> None:
+        """Vacate the leases of `peer` on other groups."""
+        for lease in self.of_peer(peer):
+            if lease.group_id not in groups:
+                self._vacate(lease)
+
     def held(self, peer: str, group_id: int) -> MemberLease | None:
         return next((one for one in self.of_group(group_id) if one.peer == peer), None)
 

@@ -125,12 +125,18 @@ def mechanisms(config: Config) -> Iterator[tuple[str, str]]:
             problem = "endpoint needs real time, and launch.kind=serial has a virtual clock"
             yield "experience.embedder", problem
         yield from endpoint("experience.embedding", experience.embedding)
-    if experience.rewrite and experience.kind == "contrast":
-        yield "experience.rewrite", "must be false: experience.kind=contrast asks no model"
-    for name in ("resolve", "profile"):
+    if experience.params and not is_own(experience.kind):
+        yield "experience.params", f"must be empty: experience.kind={experience.kind} reads none"
+    for name in ("rewrite", "vet"):
+        if getattr(experience, name) and experience.kind not in ("none", "llm"):
+            problem = f"must be false: experience.kind={experience.kind} asks no model"
+            yield f"experience.{name}", problem
+    for name in ("resolve", "profile", "obeys_profile"):
         if getattr(questioning, name) and questioning.kind == "goals":
             yield f"questioning.{name}", "must not be set: questioning.kind=goals asks no model"
+    if questioning.kind == "llm" and questioning.obeys_profile and not questioning.profile:
+        yield "questioning.obeys_profile", "needs questioning.profile, which is not set"
     yield from socket_address("experience.address", experience.address, config.security.keys)
     remote = config.buffer.address.startswith("tcp://")
-    if experience.kind != "none" and remote and not experience.address:
+    if experience.pooled and remote and not experience.address:
         yield "experience.address", "must be set, because buffer.address is a tcp:// address"

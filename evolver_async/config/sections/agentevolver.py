@@ -16,6 +16,7 @@ from evolver_async.config.values.rules import (
 
 UNAUDITED = ("none", "rule")  # kinds of judge without probes: one is off, one computes labels
 EMBEDDERS = ("hash", "endpoint")  # those that are no path
+SUMMARISED = "auto"  # as questioning.profile: the model makes one
 LLM_SECTIONS = ("experience", "judge", "questioning", "reflection", "reward")  # have endpoints
 
 
@@ -57,7 +58,11 @@ class ExperienceConfig:
     """Self-Navigating: lessons of earlier groups guide some members of later ones."""
 
     # contrast compares members of a group where they diverged; llm asks an endpoint
-    kind: Literal["none", "contrast", "llm"] = "none"
+    kind: Annotated[str, Open("none", "contrast", "llm")] = "none"
+    params: dict[str, Any] = field(default_factory=dict)  # of a backend of one's own
+    # llm: the model first says which episodes teach nothing: off the task, repeating themselves, or
+    # claiming what they did not do
+    vet: bool = False
     # guided trajectories train in the context that they were sampled in (none), without its
     # experience (strip), or in that context while it teaches the one without experience (distill)
     internalise: Literal["none", "strip", "distill"] = "strip"
@@ -92,6 +97,11 @@ class ExperienceConfig:
     address: str = ""  # ipc:// or tcp:// address; "" makes an ipc socket beside the buffer's
     embedding: EmbeddingConfig = field(default_factory=EmbeddingConfig)
     llm: LlmConfig = field(default_factory=LlmConfig)
+
+    @property
+    def pooled(self) -> bool:
+        """True if the run has an experience service, with a pool of its own."""
+        return self.kind in ("contrast", "llm")
 
 
 @dataclass
@@ -133,7 +143,10 @@ class QuestioningConfig:
 
     # goals takes states that exploration reached as tasks; llm asks an endpoint
     kind: Literal["none", "goals", "llm"] = "none"
-    profile: str = ""  # llm: a JSON file that describes the environment; "" its own instructions
+    # llm: a JSON file that describes the environment, or auto, with which the model describes it by
+    # what an agent is shown first; "" its own instructions
+    profile: str = ""
+    obeys_profile: bool = False  # llm: keep only tasks that obey the profile, as the model finds
     every: Count = 8  # rollout groups per group of exploration
     groups: Count = 4  # exploration groups at a time
     max_tasks: Count = 10_000  # of a stage in the pool; then exploration ends

@@ -30,7 +30,8 @@ def kinds() -> list[tuple[str, str]]:
             sources = [source_of(staged), *(one.source for one in eval_sets_of(staged).values())]
             for task in (task for source in sources for task in source.examples()):
                 params = msgspec.json.encode(task.params, order="sorted").decode()
-                if task.env != "prompts":  # its tasks are rows, which have a test of their own
+                # Rows have a test of their own, and a service's splits are the service's.
+                if task.env != "prompts" and not task.env.startswith("agentevolver"):
                     found.add((task.env, params))
     return sorted(found)
 

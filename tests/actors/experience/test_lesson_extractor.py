@@ -125,6 +125,41 @@ def test_lessons_of_three_kinds_are_rated_and_the_good_ones_kept(
     assert texts(service) and len(texts(service) or []) == 4
 
 
+def test_an_episode_that_teaches_nothing_is_left_out(
+    make: Callable[..., ExperienceService],
+) -> None:
+    def vetting(body: dict[str, Any]) -> str:
+        asked = body["messages"][1]["content"]
+        if not asked.startswith(prompts.VETTING[:20]):
+            return proper(body)
+        episodes = json.loads(asked[asked.index("\n\n") :])["episodes"]
+        fit = {"on_task": True, "repeats": False, "invents": False}
+        return json.dumps([fit | {"invents": one["solved"]} for one in episodes])
+
+    with OpenAIServer(otherwise=vetting) as server:
+        service = make(server, vet=True)
+        service.handle("actor-0", contribution(WON, LOST, query=TASK), 0.0)
+        counted = settle(service)
+    asked = [call.body["messages"][1]["content"] for call in server.calls]
+    assert len(asked) == 3 and asked[1].startswith(prompts.FAILURE), "the success taught nothing"
+    assert counted["experience/unfit"] == 1 and counted["experience/rejected"] == 0
+
+
+def test_all_episodes_teach_where_the_verdicts_cannot_be_read(
+    make: Callable[..., ExperienceService],
+) -> None:
+    def unread(body: dict[str, Any]) -> str:
+        vets = body["messages"][1]["content"].startswith(prompts.VETTING[:20])
+        return json.dumps([{"on_task": True}]) if vets else proper(body)
+
+    with OpenAIServer(otherwise=unread) as server:
+        service = make(server, vet=True)
+        service.handle("actor-0", contribution(WON, LOST, query=TASK), 0.0)
+        counted = settle(service)
+    assert counted["experience/unfit"] == 0 and counted["experience/unreadable"] == 1
+    assert len(service.pool.entries) == 4
+
+
 def test_lessons_in_an_endpoints_own_words_guide_in_the_recipe(tmp_path: Path) -> None:
     config = load(ROOT / "configs" / "agentevolver_7b.yaml")
     pool = open_pool(config.experience, tmp_path)

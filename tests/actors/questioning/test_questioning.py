@@ -12,23 +12,32 @@ from typing import Any, ClassVar
 import msgspec
 import numpy as np
 import pytest
-from chatml import make_tokenizer
 from encoders import write_encoder
 from launches import fair_time
 from openai_server import Answer, OpenAIServer, garbage, silence, status
-from torch import Tensor
+from questions import (
+    CHAT,
+    MOVES,
+    Wanderer,
+    config_of,
+    explore_ticket,
+    explored,
+    llm,
+    proposal,
+    run,
+    verdict,
+)
 
 from actors.checks.config import check
-from actors.engines.base import Generation, Request
 from actors.engines.embedder import TransformerEmbedder
 from actors.envs.base import make_env
 from actors.envs.grid.frozen_lake import FrozenLake
 from actors.experience.embed import HashEmbedder
 from actors.failures import FailureCounts
-from actors.formats.chat import Chat
 from actors.llm.client import Endpoint, Unavailable
 from actors.progress import TicketProgress
 from actors.questioning import filters
+from actors.questioning.actions import ActionForm
 from actors.questioning.explore import exploring, unbound
 from actors.questioning.filters import KnownTasks, feasible, jaccard
 from actors.questioning.grade import Grade, parse_grade, regrade, repetitive
@@ -45,52 +54,16 @@ from actors.questioning.synthesize import (
 )
 from actors.rollout.episode_config import setting_of
 from actors.rollout.finished import Finished
-from evolver_async.config import Config, ConfigError, LlmConfig, QuestioningConfig, StageConfig
+from evolver_async.config import ConfigError, LlmConfig, QuestioningConfig
 from evolver_async.config.paths import check_paths
 from evolver_async.env import Info, Step
 from evolver_async.launch.serial import VirtualLoop
-from evolver_async.model.tiny import make_tokenizer as make_tiny_tokenizer
 from evolver_async.protocol.transcripts import Turn
 from evolver_async.randomness import key
-from evolver_async.schema import Sampling, Task, Ticket, Trajectory, WeightId
+from evolver_async.schema import Task, Trajectory
 
-CHAT = Chat(make_tokenizer())
-HEAD = WeightId(lineage=1, step=0)
-MOVES = ("left", "down", "right", "up")
+TEXTS = ActionForm()
 ROOT = Path(__file__).parents[3]
-
-
-class Wanderer:
-    """An engine that writes random moves."""
-
-    weights: WeightId | None = HEAD
-
-    def __init__(self, moves: tuple[str, ...] = MOVES) -> None:
-        self.moves = moves
-        self.texts: list[str] = []
-        self.temperatures: set[float] = set()
-
-    async def generate(self, request: Request) -> Generation:
-        await asyncio.sleep(0)
-        self.texts.append(CHAT.text_of(request.tokens))
-        self.temperatures.add(request.temperature)
-        move = random.Random(request.seed).choice(self.moves)
-        tokens = CHAT.tokens_of(f" {move}</answer>")
-        return Generation(
-            tokens=tokens,
-            logprobs=[-1.0] * len(tokens),
-            weights=[HEAD] * len(tokens),
-            finish="stop",
-        )
-
-    def release(self, session: str) -> None: ...
-
-    async def update(self, weights: WeightId, tensors: dict[str, Tensor]) -> None: ...
-
-    async def close(self) -> None: ...
-
-    def stats(self) -> dict[str, float]:
-        return {}
 
 
 class Shop:
@@ -176,75 +149,6 @@ class Stall(Shop):
 
 
 SHOP = f"{__name__}:Shop"
-
-
-def config_of(
-    env: str = "frozen_lake", params: dict[str, Any] | None = None, **keys: Any
-) -> Config:
-    config = Config(stages=[StageConfig(steps=1)])
-    config.env.name, config.env.params = env, params or {}
-    config.policy.max_length = 8192
-    config.rollout.max_tokens = 64
-    config.questioning = QuestioningConfig(**{"kind": "goals", "max_turns": 12, **keys})
-    return config
-
-
-def llm(server: OpenAIServer, **keys: Any) -> LlmConfig:
-    return LlmConfig(**{"url": server.url, "model": "m", "retries": 0, "breaker_s": 0.05, **keys})
-
-
-def explore_ticket(
-    config: Config, map_seed: int = 0, members: int = 4, group_id: int = 0
-) -> Ticket:
-    task = Task(
-        task_id=f"{config.env.name}/train/{map_seed}",
-        env=config.env.name,
-        split="train",
-        map_seed=map_seed,
-        params=config.env.params,
-    )
-    return Ticket(
-        group_id=group_id,
-        task=task,
-        kind="explore",
-        stage=0,
-        members=list(range(members)),
-        guided=[],
-        dynamics_seed=key(7, group_id),
-        attempt=0,
-        weights=HEAD,
-        lease_s=30.0,
-        sampling=Sampling(temperature=1.5, max_tokens=64),
-    )
-
-
-async def explored(
-    questioner: Questioner, config: Config, ticket: Ticket, engine: Wanderer
-) -> list[Finished]:
-    finished: list[Finished] = []
-    setting = setting_of(config, CHAT, "actor-0", 0)
-    await questioner.explore(ticket, setting, engine, TicketProgress(), finished.append)
-    return finished
-
-
-def run(
-    config: Config, tickets: list[Ticket], engine: Wanderer | None = None
-) -> tuple[list[list[Task]], dict[str, float]]:
-    """The tasks that each ticket leads to, one after the other, and what was counted."""
-
-    async def go() -> tuple[list[list[Task]], dict[str, float]]:
-        questioner = make_questioner(config)
-        assert questioner is not None
-        found = []
-        for ticket in tickets:
-            finished = await explored(questioner, config, ticket, engine or Wanderer())
-            assert len(finished) == len(ticket.members)
-            found.append(await questioner.questions(ticket, finished, TicketProgress()))
-        counted = questioner.counters()
-        await questioner.close()
-        return found, counted
-
-    return asyncio.run(go())
 
 
 def solves(task: Task, actions: list[str], dynamics_seed: int = 0) -> bool:
@@ -367,7 +271,9 @@ def played(*goals: dict[str, Any] | None) -> ReplayedEpisode:
 
 
 def exploration(member: int) -> Exploration:
-    return Exploration(member=member, dynamics_seed=member, turns=[], instructions="", ending="")
+    return Exploration(
+        *(member, member), turns=[], instructions="", ending="", actions=[], form=TEXTS
+    )
 
 
 def test_states_that_half_of_the_explorations_reach_come_first():
@@ -556,7 +462,7 @@ def test_an_embedder_without_a_model_is_refused(tmp_path: Path):
 def test_a_reference_must_hold_with_its_own_chance_and_with_enough_others(
     lucky: int, recorded: bool, kept: int, expected: bool
 ):
-    candidate = Candidate(task=made("q"), confidence=1.0, member=0, dynamics_seed=5)
+    candidate = Candidate(made("q"), confidence=1.0, member=0, dynamics_seed=5, form=TEXTS)
     others = [key(5, "replay", number) for number in range(3)]
 
     async def play(task: Task, actions: list[str], seed: int) -> ReplayedEpisode:
@@ -574,9 +480,8 @@ def test_where_nothing_is_checked_every_action_of_the_reference_must_exist():
 
     def possible(reference: list[str], **params: Any) -> bool:
         task = msgspec.structs.replace(ticket.task, params=params)
-        candidate = Candidate(
-            task=task_of(task, reference, query="q"), confidence=1.0, member=0, dynamics_seed=5
-        )
+        asked = task_of(task, reference, query="q")
+        candidate = Candidate(asked, confidence=1.0, member=0, dynamics_seed=5, form=TEXTS)
 
         async def play(task: Task, actions: list[str], seed: int) -> ReplayedEpisode:
             return await replay(ticket, 0, task, actions, seed, 1.0, TicketProgress())
@@ -590,10 +495,6 @@ def test_where_nothing_is_checked_every_action_of_the_reference_must_exist():
 
 
 # ---- with a language model
-
-
-def proposal(query: str, actions: list[str], confidence: float = 0.9) -> dict[str, Any]:
-    return {"query": query, "confidence": confidence, "action_sequence": actions}
 
 
 @pytest.mark.parametrize(
@@ -620,7 +521,7 @@ def proposal(query: str, actions: list[str], confidence: float = 0.9) -> dict[st
 )
 def test_an_answer_of_another_form_is_no_list_of_tasks(answer: str):
     with pytest.raises((ValueError, RecursionError)):
-        parse_proposals(answer, 3)
+        parse_proposals(answer, 3, TEXTS)
 
 
 @pytest.mark.parametrize(
@@ -637,7 +538,7 @@ def test_an_answer_of_another_form_is_no_list_of_tasks(answer: str):
 )
 def test_proposals_come_surest_first_whatever_stands_around_them(answer: str):
     told = [proposal("a", ["x"], 0.1), proposal("b </think> ```", ["y"], 1), proposal("c", [], 0.5)]
-    found = parse_proposals(answer.replace("{}", json.dumps(told)), 3)
+    found = parse_proposals(answer.replace("{}", json.dumps(told)), 3, TEXTS)
     assert [one.query for one in found] == ["b </think> ```", "c", "a"]
 
 
@@ -756,6 +657,10 @@ class SlowEndpoint(Endpoint):
         if not self.answers:
             raise Unavailable("timeout", "silence")
         system, question = (message["content"] for message in messages)
+        if "You describe" in system:
+            return '{"name": "a shop"}'
+        if "You compare" in system:
+            return '{"obeys": true}'
         if "You explore" in system:
             return json.dumps({"action": "look"})
         if "You set tasks" in system:
@@ -768,7 +673,8 @@ class SlowEndpoint(Endpoint):
 @pytest.mark.parametrize("answers", [False, True])
 def test_a_ticket_makes_progress_however_slow_the_endpoint_is(answers: bool):
     section = LlmConfig(url="http://localhost:1/v1", model="m", breaker_s=300.0)
-    config = config_of(SHOP, kind="llm", max_turns=2, resolve=True, llm=section)
+    keys = {"max_turns": 2, "resolve": True, "profile": "auto", "obeys_profile": True}
+    config = config_of(SHOP, kind="llm", llm=section, **keys)
     loop, progress, still_s = VirtualLoop(), TicketProgress(), [0.0]
 
     async def explore() -> list[Task]:
@@ -927,11 +833,6 @@ def graded(*answers: Answer, turns: list[Turn] | None = None) -> tuple[Grade | N
         return asyncio.run(go(server)), server.prompts
 
 
-def verdict(score: float, achieved: bool | None = None, relevant: bool = True) -> str:
-    achieved = score >= 60 if achieved is None else achieved
-    return json.dumps({"relevant": relevant, "achieved": achieved, "score": score})
-
-
 def test_a_grade_is_the_score_out_of_a_hundred():
     given, prompts = graded(verdict(90))
     assert given == Grade(0.9, True)
@@ -1018,14 +919,6 @@ def test_an_exploration_is_long_and_without_a_goal():
     assert (wide.max_turns, wide.recorded, wide.format_errors) == (17, True, 0)
     shop = explore_ticket(config_of(SHOP)).task
     assert unbound(shop) == shop
-
-
-@pytest.mark.parametrize("tiny", [False, True])
-def test_an_explorer_reads_what_the_user_said(tiny: bool):
-    chat = Chat(make_tiny_tokenizer(512)) if tiny else CHAT
-    seen = "row 1 column 2\nleft ice"
-    assert chat.said(chat.first("walk .", seen, "<answer>"), "<answer>") == seen
-    assert chat.said(chat.next(seen, "<answer>", None), "<answer>") == seen
 
 
 def test_the_profile_of_the_frozen_lake_is_one():

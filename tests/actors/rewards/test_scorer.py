@@ -56,7 +56,7 @@ def played(*texts: str, reward: float = 0.0, success: bool = False, **facts: Any
     transcript = Transcript(
         trajectory_id="0/0/0", reward=reward, success=success, experience_ids=[], turns=turns
     )
-    return Finished(one, transcript, "the query", "", "", [])
+    return Finished(one, transcript, "the query", "", "", [], [], [])
 
 
 def config(*arguments: str, serial: bool = False) -> Config:

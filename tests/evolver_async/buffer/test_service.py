@@ -1045,6 +1045,18 @@ def test_leases_start_anew_after_a_kill(world):
     assert world.lease(peer="actor-1")[0].group_id == ticket.group_id
 
 
+def test_tickets_whose_grant_was_never_answered_are_granted_again_with_the_next_lease(world):
+    (known,) = world.lease()
+    request = messages.Lease(credit=2, groups=[known.group_id])
+    request.weights = request.visible = world.replay.at.head
+    (lost,) = world.one("actor-0", request).tickets
+    world.kill()  # after its commit, before its answer
+    (again,) = world.one("actor-0", request).tickets
+    assert (again.group_id, again.attempt) == (lost.group_id, 1)
+    (lease,) = world.store.leases.of_group(known.group_id)
+    assert lease.peer == "actor-0" and lease.members == set(known.members)
+
+
 def test_tickets_fill_a_reply_and_the_next_lease_gets_the_rest(tmp_path):
     path = tmp_path / "tasks.jsonl"
     queries = [{"query": f"{number} " + "x" * 20_000} for number in range(200)]

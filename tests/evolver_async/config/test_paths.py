@@ -51,6 +51,8 @@ def test_paths_are_read_again_from_wherever_a_later_command_runs(
     assert override["tasks"]["path"] == str(tmp_path / "c.jsonl")
     bare = load(None, [STEPS])
     assert with_absolute_paths(bare) == bare, "what is empty, hash or absolute stays"
+    summarised = with_absolute_paths(load(None, [STEPS, "questioning.profile=auto"]))
+    assert summarised.questioning.profile == "auto"
 
 
 def test_the_home_directory_is_that_of_the_user(

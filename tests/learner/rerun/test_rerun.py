@@ -158,8 +158,9 @@ def test_every_kind_of_stage_and_stripped_experience_are_repeated(
     recipe: str, steps: int, tmp_path: Path
 ) -> None:
     finished = trainer(tmp_path, recipe)("run")
-    (line,) = again(finished.run_dir).lines
-    assert line.startswith(f"bitwise equal: {steps} steps")
+    outcome = again(finished.run_dir)
+    assert outcome.code == 0, outcome
+    assert outcome.lines[0].startswith(f"bitwise equal: {steps} steps")
 
 
 def test_a_run_whose_learner_died_is_repeated_along_the_line_that_counts(
