@@ -40,7 +40,8 @@ test-vllm: $(VLLM_INSTALLED)
 		--no-loadscope-reorder --durations=5 $(ARGS)
 
 test-adapters: $(ADAPTERS_INSTALLED)
-	OMP_NUM_THREADS=1 $(ADAPTERS)/bin/python -m pytest tests/actors/envs/test_adapters.py -rs $(ARGS)
+	OMP_NUM_THREADS=1 UV_SYSTEM_CERTS=1 $(ADAPTERS)/bin/python -m pytest -rs \
+		tests/actors/envs/test_adapters.py tests/actors/envs/test_verifiers_agent.py $(ARGS)
 
 test-frameworks: $(FRAMEWORKS_INSTALLED)
 	OMP_NUM_THREADS=1 $(FRAMEWORKS)/bin/python -m pytest tests/frameworks --durations=5 $(ARGS)
@@ -114,7 +115,7 @@ $(ADAPTERS_INSTALLED): pyproject.toml constraints-adapters.txt
 	$(PYTHON) -m venv $(ADAPTERS)
 	$(ADAPTERS)/bin/python -m pip install --quiet --disable-pip-version-check \
 		--constraint constraints-adapters.txt \
-		--editable '.[envs,verifiers,openenv]' pytest hypothesis
+		--editable '.[envs,verifiers,openenv]' pytest hypothesis uv
 	$(ADAPTERS)/bin/python -c 'import textarena, verifiers.v1, openenv.core.generic_client'
 	touch $@
 
@@ -126,7 +127,7 @@ $(FRAMEWORKS_INSTALLED): $(INSTALLED) constraints-frameworks.txt
 	$(FRAMEWORKS)/bin/python -m pip install --quiet --disable-pip-version-check \
 		--constraint constraints-frameworks.txt \
 		openai-agents 'pydantic-ai-slim[openai,anthropic]' langgraph langchain-openai \
-		langchain-anthropic 'smolagents[openai]' dspy fastmcp textworld
+		langchain-anthropic 'smolagents[openai]' dspy fastmcp textworld minigrid
 	touch $@
 
 $(RESOLVER_INSTALLED):

@@ -13,6 +13,7 @@ from actors.endpoint.runner import JudgementMissing, make_agents
 from actors.engines.factory import load_engine
 from actors.envs.base import EnvironmentFailure
 from actors.envs.exact import exact
+from actors.envs.tool_server import close_tool_servers
 from actors.formats.chat import Chat
 from actors.progress import TicketProgress
 from actors.rewards.facts import Unscorable
@@ -247,6 +248,7 @@ async def play_all(
         await scorer.close()
     setting.idle.close()
     await abandoned_closed(config.env.step_timeout_s)
+    await close_tool_servers()
     setting.idle.processes.close()
     await engine.close()
     if failures:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from actors.envs.base import begun, make_env, one_line
 from actors.formats.chat import TODAY, Chat
-from actors.rollout.conversation import system_message
+from actors.rollout.conversation import system_message, tools_of
 from actors.rollout.episode_config import Setting, setting_of
 from evolver_async.buffer.stages import source_of
 from evolver_async.config import Config
@@ -238,7 +238,8 @@ def conversations(config: Config, setting: Setting, examples: bool) -> str:
         try:
             if task is None:
                 params = config.env.params if name == config.env.name else {}
-                said = system_message(setting, make_env(name, params))
+                env = make_env(name, params)
+                said = system_message(setting, env, asyncio.run(tools_of(setting, env)))
                 shown = [("system", said)] if said else []
             else:
                 shown = asyncio.run(beginning(setting, task))
@@ -274,7 +275,8 @@ def _section(name: str, shown: list[tuple[str, str]], hidden: bool) -> str:
 async def beginning(setting: Setting, task: Task) -> list[tuple[str, str]]:
     """Return roles and texts of the first messages in an episode of `task`."""
     async with begun(task) as (env, opening):
-        system = opening.under(system_message(setting, env))
+        specs = await tools_of(setting, env)
+        system = opening.under(system_message(setting, env, specs))
         return setting.chat.opening_messages(system, opening.user, opening.before)
 
 

@@ -9,7 +9,7 @@ import time
 from contextlib import suppress
 from functools import partial
 
-from actors.checks.config import check_own, probe
+from actors.checks.config import check_own, check_servers, probe
 from actors.endpoint.runner import make_agents
 from actors.engines.factory import follow_weights
 from actors.envs.base import env_class, make_env
@@ -152,6 +152,8 @@ def check_host(config: Config, *, probes: bool) -> None:
             found = (part for source in sources for part in source.parts)
             parts |= {(part.env, repr(part.params)): part for part in found}
     try:
+        if probes:
+            check_servers(config)
         for part in parts.values():
             env = make_env(part.env, part.params)
             if probes:

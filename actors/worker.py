@@ -12,6 +12,7 @@ import logging
 from actors.backoff import FailureBackoff
 from actors.engines.base import Engine
 from actors.engines.weight_sync import WeightSync
+from actors.envs.tool_server import close_tool_servers
 from actors.formats.chat import Chat
 from actors.lease_request import ActorReplaced, LeaseRequest
 from actors.outbox import Outbox
@@ -115,6 +116,7 @@ class Worker:
             await self.drain()
             self.components.idle.close()
             await asyncio.gather(self.leave(), abandoned_closed(self.reply_timeout_s))
+            await close_tool_servers()
             await self.components.close()
             await self.adoption.close()
             await self.engine.close()

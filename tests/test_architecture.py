@@ -60,13 +60,14 @@ HOMES: dict[str, tuple[str, ...]] = {
         "actors.engines.vllm_weights",
         "actors.weights.vllm_shadow",
     ),
+    "mcp": ("actors.envs.tool_server",),
     "gymnasium": ("actors.envs.adapters.gymnasium_env",),
     "reasoning_gym": (
         "actors.envs.adapters.reasoning_gym_env",
         "actors.envs.adapters.reasoning_gym_scorer",  # what runs of it in the sandbox
     ),
     "textarena": ("actors.envs.adapters.textarena_env",),
-    "verifiers": ("actors.envs.adapters.verifiers_env",),
+    "verifiers": ("actors.envs.adapters.verifiers_env", "actors.endpoint.verifiers_agent"),
     "openenv": ("actors.envs.adapters.openenv_env",),
     "math_verify": ("actors.rewards.answers",),
     "xgrammar": ("evolver_async.model.grammar",),

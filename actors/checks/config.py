@@ -10,8 +10,8 @@ from actors.endpoint.external import start_key
 from actors.endpoint.runner import load_agent
 from actors.engines.vllm_options import problems
 from actors.envs import base
+from actors.envs.tool_server import tool_server
 from actors.experience.own import load_backend
-from actors.formats.tool_calls import CODE_TOOL
 from actors.formats.turns import FORMATS, THOUGHTFUL
 from actors.formats.whole_message import extractor
 from actors.judge.factory import JUDGES
@@ -19,7 +19,6 @@ from actors.llm.client import authorization
 from actors.questioning.profile import load_profile
 from actors.rewards.own import load_function
 from actors.rewards.scorer import RewardScorer, check_terms
-from actors.rollout.conversation import tool_specs
 from actors.rollout.episode_config import format_name, format_of
 from evolver_async.buffer.stages import TICKETS, eval_sets_of, source_of
 from evolver_async.buffer.tasks.source import TaskSource
@@ -33,8 +32,8 @@ from evolver_async.extension import RAISED, implementation, is_own
 from evolver_async.schema import Task
 
 PLAIN = (  # methods of an environment that cannot be async
-    *("actions", "solve", "state", "snapshot", "restore", "score", "verdict", "tools", "goal"),
-    *("exact", "probe", "content", "vocabulary"),
+    *("actions", "solve", "state", "snapshot", "restore", "score", "verdict", "goal", "exact"),
+    *("probe", "content", "vocabulary"),
 )
 
 SERIAL_ASYNC = "is async, which needs real time: launch.kind=serial has none"
@@ -72,11 +71,13 @@ def check(config: Config) -> None:
     RewardScorer(config)  # which checks the parameters of its terms
     if config.questioning.profile not in ("", SUMMARISED):
         load_profile(config.questioning.profile)
+    check_servers(config)
     probed = set[str]()
     for index, stage, staged, source, task, env in _environments(config):
         name = task.env
         with placed(source, task):
             check_terms(staged, task)
+        _check_agent(staged, name, env)
         _check_async(index, stage, staged, name, env)
         _check_turns(staged, name, env)
         if name not in probed:
@@ -84,6 +85,12 @@ def check(config: Config) -> None:
         _check_service(staged, name, env, probed)
         _check_isolation(f"stages[{index}].kind: {stage.kind}", stage, staged, name)
         key = f"stages[{index}].kind: {stage.kind}"
+        scripted = stage.kind == "sft" or TICKETS[stage.kind] == "branch"
+        if staged.env.tools.mcp and scripted and not isinstance(env, base.Tooled):
+            raise ConfigError(
+                f"env.tools.mcp: {key} shows actions of {name}, which are no calls of tools:"
+                f" override env.tools.mcp of stages[{index}] with an empty text"
+            )
         if stage.kind == "sft" and not isinstance(env, base.Solvable):
             raise ValueError(f"{key} needs solve and actions, which env.name={name} has not")
         if TICKETS[stage.kind] == "branch":
@@ -105,6 +112,15 @@ def check(config: Config) -> None:
     _check_eval_sets(
         config, probed
     )  # a set repeats what it does not change: a stage's own key comes first
+
+
+def check_servers(config: Config) -> None:
+    """Raise ConfigError, which names the key, for a server of tools that cannot be reached."""
+    stages = (stage_config(config, index) for index in range(len(config.stages)))
+    for address, key_env in dict.fromkeys(
+        (one.env.tools.mcp, one.env.tools.key_env) for one in stages if one.env.tools.mcp
+    ):
+        tool_server(address, key_env).probe()
 
 
 def check_own(config: Config) -> None:
@@ -172,10 +188,18 @@ def _check_played(config: Config, task: Task, probed: set[str]) -> None:
     """Raise ValueError for a task that an evaluation cannot play."""
     env = base.make_env(task.env, task.params)
     check_terms(config, task)
+    _check_agent(config, task.env, env)
     _check_turns(config, task.env, env)
     _check_service(config, task.env, env, probed)
     if config.launch.kind == "serial" and base.asynchronous(env):
         raise ValueError(f"env.name: {task.env} {SERIAL_ASYNC}")
+
+
+def _check_agent(config: Config, name: str, env: base.Env) -> None:
+    """Refuse an environment that needs another agent than the run has."""
+    needed = env.agent if isinstance(env, base.Delegated) else ""
+    if needed and config.rollout.agent != needed:
+        raise ConfigError(f"rollout.agent: must be {needed} for these env.params of {name}")
 
 
 def _check_service(config: Config, name: str, env: base.Env, probed: set[str]) -> None:
@@ -240,7 +264,7 @@ def _check_async(index: int, stage: StageConfig, staged: Config, name: str, env:
         raise ValueError(f"env.name: {name} {SERIAL_ASYNC}")
     guided = staged.experience.kind != "none" and staged.rollout.guided_fraction > 0
     if TICKETS[stage.kind] == "branch" or (stage.kind == "sft" and guided):
-        problem = "tries its steps without waiting: make reset, step and close plain functions"
+        problem = f"tries its steps without waiting: make {', '.join(base.AWAITED)} plain functions"
         raise ValueError(f"env.name: {name} is async, and stages[{index}] ({stage.kind}) {problem}")
 
 
@@ -280,6 +304,11 @@ def _check_turns(config: Config, name: str, env: base.Env) -> None:
         where = f"where {chosen} turns share one message"
         raise ValueError(f"rollout.context: {rollout.context} cannot be {where}")
     if not style.tools:
+        if config.env.tools.mcp:
+            raise ConfigError(
+                f"rollout.format: {chosen} calls no tools, which env.tools.mcp gives: set auto,"
+                " native or tool_call"
+            )
         return
     if chosen == "native" and rollout.context != "full":
         raise ValueError(
@@ -291,7 +320,5 @@ def _check_turns(config: Config, name: str, env: base.Env) -> None:
             f"rollout.context: single would hide the question from {chosen} turns, whose"
             " observations are what a tool said"
         )
-    if not isinstance(env, base.Tooled):
+    if not isinstance(env, base.Tooled) and not config.env.tools.mcp:
         raise ValueError(f"rollout.format: {chosen} needs tools, which {name} has not")
-    if style.inline and CODE_TOOL not in [spec["name"] for spec in tool_specs(env)]:
-        raise ValueError(f"rollout.format: {chosen} needs a tool {CODE_TOOL} of {name}")

@@ -8,8 +8,8 @@ import random
 from actors.checks.config import of_set, placed
 from actors.envs.base import EnvError, Solvable, begun, one_line
 from actors.formats.chat import Chat
-from actors.formats.tool_calls import InvalidCall, called
-from actors.rollout.conversation import first_prompt
+from actors.formats.tool_calls import CODE_TOOL, InvalidCall, called
+from actors.rollout.conversation import first_prompt, tools_of
 from actors.rollout.episode_config import Setting, setting_of
 from actors.scripted.branching import BranchState, TriedTurn, reflect_rows, try_turns
 from evolver_async.buffer.stages import TICKETS, eval_sets_of, source_of
@@ -67,7 +67,7 @@ def _check_first(config: Config, setting: Setting, task: Task, reflects: bool) -
     """Return the tokens of a task's first prompt."""
     try:
         prompt, turns = asyncio.run(_begun(setting, task, reflects))
-    except EnvError:
+    except (EnvError, ConfigError):
         raise
     except RAISED as error:
         said = f"{task.env} cannot begin a task: {one_line(error)}"
@@ -137,4 +137,8 @@ async def _begun(setting: Setting, task: Task, reflects: bool) -> tuple[list[int
     about."""
     async with begun(task) as (env, opening):
         turns = try_turns(env, setting.format, 1, random.Random(0)) if reflects else []
-        return first_prompt(setting, env, opening), turns
+        specs = await tools_of(setting, env)
+        if setting.format.inline and not specs:
+            lacks = f"{setting.format_name} needs a tool {CODE_TOOL} of {task.env}"
+            raise ConfigError(f"rollout.format: {lacks}")
+        return first_prompt(setting, env, opening, specs), turns

@@ -1,9 +1,9 @@
 """Protocol of environments, their lookup by name or import path, and their failures.
 
 An environment is a small synchronous object that plays one episode after `reset`. Its constructor
-takes its parameters as typed keyword arguments and does no work. `reset`, `step` and `close` may be
-async. Where its calls are made is its class's `isolation`, or what the configuration says (see
-`isolation_of`).
+takes its parameters as typed keyword arguments and does no work. `reset`, `step`, `close` and
+`tools` may be async. Where its calls are made is its class's `isolation`, or what the configuration
+says (see `isolation_of`).
 """
 
 import contextlib
@@ -48,7 +48,8 @@ REGISTRY = {
 
 FOREIGN = ("gymnasium", "textarena")  # these play what others have written
 
-AWAITED = ("reset", "step", "close")  # of an environment's methods those that may be async
+REQUIRED = ("reset", "step", "close")  # methods of every environment
+AWAITED = (*REQUIRED, "tools")  # those that may be async
 
 
 class EnvError(ValueError):
@@ -134,9 +135,16 @@ class Tooled(Env, Protocol):
     """Environment whose actions are tool calls as text (`actors/formats/tool_calls.py`)."""
 
     def tools(self) -> list[dict[str, Any]]:
-        """Return the tools as JSON-schema function specs: `{"name", "description", "parameters"}`;
-        known before `reset`, and the same for every task."""
+        """Return the tools of the task begun by `reset`, as JSON-schema function specs: `{"name",
+        "description", "parameters"}`. Asked once an episode; may be async."""
         ...
+
+
+@runtime_checkable
+class Delegated(Env, Protocol):
+    """Environment whose tasks only an agent can play."""
+
+    agent: str  # its import path, for `rollout.agent`; "": these parameters need none
 
 
 @runtime_checkable
@@ -230,7 +238,7 @@ class Measurable(Env, Protocol):
 
 def asynchronous(env: Env | type[Env]) -> bool:
     """Return True if a call of the environment has to be awaited."""
-    return any(inspect.iscoroutinefunction(getattr(env, part)) for part in AWAITED)
+    return any(inspect.iscoroutinefunction(getattr(env, part, None)) for part in AWAITED)
 
 
 def isolation_of(name: str, found: type[Env], chosen: str = "auto") -> str:
@@ -281,7 +289,7 @@ def env_class(name: str) -> type[Env]:
         found = getattr(importlib.import_module(module), attribute)
     except RAISED as error:  # importing runs whatever the module does
         raise EnvError(f"env.name: cannot import {name!r}: {one_line(error)}") from error
-    missing = [part for part in AWAITED if not hasattr(found, part)]
+    missing = [part for part in REQUIRED if not hasattr(found, part)]
     if missing:
         raise EnvError(f"env.name: {name!r} has no {', '.join(missing)}")
     return found

@@ -101,6 +101,21 @@ def checked_verdict(value: object) -> tuple[float, bool]:
     return number("reward of the verdict", value[0]), truth("success of the verdict", value[1])
 
 
+def checked_tools(value: object) -> list[dict[str, Any]]:
+    """Return the specs of tools; TypeError or ValueError, which names the wrong one."""
+    if not isinstance(value, list | tuple):
+        raise TypeError(f"tools must return a list of specs, returned {_described(value)}")
+    for number, spec in enumerate(value):
+        if not isinstance(spec, dict):
+            raise TypeError(f"tool {number} must be a dict, is {_described(spec)}")
+        if not isinstance(spec.get("name"), str) or not spec["name"]:
+            raise ValueError(f"tool {number} has no name")
+    names = [spec["name"] for spec in value]
+    if double := sorted({name for name in names if names.count(name) > 1}):
+        raise ValueError(f"tools has {', '.join(double)} more than once")
+    return [*value]
+
+
 def checked_exact(value: object) -> Exact:
     """Return `value`; TypeError or ValueError, which names the field, if it is not an Exact of
     finite numbers."""

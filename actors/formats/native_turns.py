@@ -1,7 +1,7 @@
 """Turn format in which tools are listed, called and answered as the policy's own chat template
 writes them; a message without a call is the answer."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from copy import copy
 from typing import Any, Self
 
@@ -52,7 +52,7 @@ class NativeTurns:
             problem = "the chat template lists no tools, or writes calls in an unknown syntax"
             raise ValueError(f"rollout.format: native: {problem}; set rollout.format=tool_call")
 
-    def listed(self, specs: Sequence[dict[str, Any]]) -> Self:
+    def listed(self, specs: Iterable[dict[str, Any]]) -> Self:
         """Return the format of one episode with these tools, specs of functions."""
         one = copy(self)
         assert self._chat is not None, "no template"

@@ -6,12 +6,12 @@ formats whose actions are calls of tools are in `tool_calls.py` and `native_turn
 
 import re
 from functools import partial
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from actors.formats.chat import Chat
 from actors.formats.native_turns import NativeTurns
 from actors.formats.tags import THOUGHT, THOUGHT_END
-from actors.formats.tool_calls import Interleaved, InvalidCall, ToolCall
+from actors.formats.tool_calls import CODE_TOOL, Interleaved, InvalidCall, ToolCall
 from actors.formats.whole_message import INVALID, WholeMessage
 from evolver_async.extension import implementation
 
@@ -54,6 +54,13 @@ class TurnFormat(Protocol):
         read and its actions exist; `last`: what was observed before it.
         """
         ...
+
+
+def callable_tools(style: TurnFormat, specs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return those of an environment's tools that turns of this format can call."""
+    if not style.tools:
+        return []
+    return [one for one in specs if one["name"] == CODE_TOOL] if style.inline else specs
 
 
 class ThinkAnswer:

@@ -22,7 +22,7 @@ from actors.llm.json_client import JsonClient, as_json, decode_json, step_record
 from actors.progress import TicketProgress
 from actors.questioning.actions import ActionForm, Surroundings, WrittenAction
 from actors.questioning.prompts import BREADTH, DEPTH, EXPLORE
-from actors.rollout.conversation import callable_tools, plain_instructions, with_tools
+from actors.rollout.conversation import plain_instructions, with_tools
 from actors.rollout.environment import TimedEnvironment
 from actors.rollout.episode_config import Setting
 from actors.rollout.policy import EpisodePolicy
@@ -108,7 +108,7 @@ class Explorer(EpisodePolicy):
     async def _begin(self, world: TimedEnvironment) -> None:
         setting, task = self.setting, self.ticket.task
         self._beginning = f"{task.query}\n{world.said}" if task.query else world.said
-        specs = await world.call("tools", callable_tools, setting.format, world.env)
+        specs = await world.tools(setting.format)
         self._format, self._form = with_tools(setting, specs).format, ActionForm(specs)
         words = await world.call("instructions", plain_instructions, world.env)
         met = Surroundings(task.env, words, self._form, self._beginning)

@@ -12,12 +12,11 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from actors.engines.base import Generation
-from actors.envs.base import Described, Env, Tooled
-from actors.envs.results import Opening
+from actors.envs.base import Described, Env, Tooled, settled
+from actors.envs.results import Opening, checked_tools
 from actors.formats.chat import Stream
 from actors.formats.native_turns import NativeTurns
-from actors.formats.tool_calls import CODE_TOOL
-from actors.formats.turns import TurnFormat
+from actors.formats.turns import callable_tools
 from actors.rollout.episode_config import Setting
 from evolver_async.schema import Role, Sequence
 
@@ -148,16 +147,27 @@ class Conversation:
         return f"{self._task}\n{seen}" if self._task else seen
 
 
-def first_prompt(setting: Setting, env: Env, opening: Opening) -> list[int]:
-    """Return the tokens that an episode begins with, the forced prefix of the first turn
-    included."""
-    system = opening.under(system_message(setting, env))
-    specs = tool_specs(env) if setting.format.tools else []
+def first_prompt(
+    setting: Setting, env: Env, opening: Opening, specs: Iterable[dict[str, Any]] = ()
+) -> list[int]:
+    """Return the tokens that an episode with these tools begins with, the forced prefix of the
+    first turn included."""
+    system = opening.under(system_message(setting, env, specs))
     tools = listed_tools(with_tools(setting, specs))
     return setting.chat.first(system, opening.user, setting.format.prefix, opening.before, tools)
 
 
-def with_tools(setting: Setting, specs: list[dict[str, Any]]) -> Setting:
+async def tools_of(setting: Setting, env: Env) -> list[dict[str, Any]]:
+    """Return the tools that turns can call in the task that `env` has begun; [] if they call none.
+    Raise TypeError or ValueError for what is no spec."""
+    if not setting.format.tools:
+        return []
+    own = checked_tools(await settled(env.tools())) if isinstance(env, Tooled) else []
+    served = await setting.server.tools() if setting.server else []
+    return callable_tools(setting.format, checked_tools([*own, *served]))
+
+
+def with_tools(setting: Setting, specs: Iterable[dict[str, Any]]) -> Setting:
     """Return the settings of one episode, in whose turns these tools are called."""
     if not isinstance(setting.format, NativeTurns):
         return setting
@@ -170,9 +180,9 @@ def listed_tools(setting: Setting) -> str:
     return json.dumps(style.specs) if isinstance(style, NativeTurns) and style.specs else ""
 
 
-def system_message(setting: Setting, env: Env) -> str:
-    """Return the task's instructions, those of the turn format, and the tools if a turn calls some;
-    "" if there is nothing to say.
+def system_message(setting: Setting, env: Env, specs: Iterable[dict[str, Any]] = ()) -> str:
+    """Return the task's instructions, those of the turn format, and the tools `specs` if a turn
+    calls some; "" if there is nothing to say.
 
     `env.prompt` decides the wording; an environment without plain instructions has one wording.
     """
@@ -183,30 +193,12 @@ def system_message(setting: Setting, env: Env) -> str:
         parts, joint = (env.instructions, style.instructions), " "
     described, turns = parts
     text = joint.join(part for part in (described, setting.system_prompt or turns) if part)
-    if not setting.format.tools or isinstance(setting.format, NativeTurns):
+    if not style.tools or style.inline or isinstance(style, NativeTurns):
         return text
-    specs = "\n".join(json.dumps(spec, ensure_ascii=False) for spec in tool_specs(env))
-    return text if setting.format.inline else f"{text}\n<tools>\n{specs}\n</tools>"
+    listed = "\n".join(json.dumps(spec, ensure_ascii=False) for spec in specs)
+    return f"{text}\n<tools>\n{listed}\n</tools>"
 
 
 def plain_instructions(env: Env) -> str:
     """Return the instructions in plain English if the environment has them, else its only ones."""
     return env.plain_instructions if isinstance(env, Described) else env.instructions
-
-
-def callable_tools(style: TurnFormat, env: Env) -> list[dict[str, Any]]:
-    """Return the tools that turns of this format can call; none if their actions are no calls."""
-    if not style.tools:
-        return []
-    specs = tool_specs(env)  # of which a message with code in it can call one
-    return [one for one in specs if one["name"] == CODE_TOOL] if style.inline else specs
-
-
-def tool_specs(env: Env) -> list[dict[str, Any]]:
-    """Return the tools that an environment's actions can call; ValueError for one without a
-    name."""
-    assert isinstance(env, Tooled), f"{type(env).__name__} has no tools"
-    specs = env.tools()
-    if not all(isinstance(spec.get("name"), str) and spec["name"] for spec in specs):
-        raise ValueError(f"env.name: {type(env).__name__} has a tool without a name")
-    return specs

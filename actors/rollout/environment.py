@@ -23,6 +23,7 @@ from typing import Any, Self, TypeVar
 from actors.envs.base import (
     Env,
     EnvironmentFailure,
+    Tooled,
     env_class,
     isolation_of,
     make_env,
@@ -35,13 +36,17 @@ from actors.envs.results import (
     checked_opening,
     checked_score,
     checked_step,
+    checked_tools,
     checked_verdict,
     text,
 )
+from actors.envs.tool_server import ToolServer
 from actors.failures import FailureCounts
 from actors.formats.chat import encodable
+from actors.formats.tool_calls import ANSWER_TOOL, ToolInvocation, called
+from actors.formats.turns import TurnFormat, callable_tools
 from actors.progress import TicketProgress
-from evolver_async.env import Step
+from evolver_async.env import Info, Step
 from evolver_async.extension import RAISED
 from evolver_async.metrics.activity import BLOCKING, STEPPING
 from evolver_async.schema import Task, Ticket
@@ -75,11 +80,13 @@ class TimedEnvironment:
         failures: FailureCounts | None = None,
         idle: "IdleEnvironments | None" = None,
         isolation: str = "auto",
+        server: ToolServer | None = None,
     ) -> None:
         self.spent_s = 0.0
         self._failures = failures or FailureCounts()
         self._idle = idle or IdleEnvironments()
         self._isolation = isolation
+        self._server = server
         self._task = ticket.task
         self._member = member
         self._timeout_s = timeout_s
@@ -137,12 +144,16 @@ class TimedEnvironment:
         self, doing: str, function: Callable[..., Any], *args: object, latency_s: float = 0
     ) -> Any:
         """Return the result of `function`; `latency_s` is slept before and counts as its time."""
+        return await self._noted(doing, partial(self._timed, function, args, latency_s))
+
+    async def _noted(self, doing: str, work: Callable[[], Awaitable[R]]) -> R:
+        """Return the result of `work`, whose exceptions become this member's failure."""
         loop = asyncio.get_running_loop()
         began = loop.time()
         try:
             stepping = self._progress.clock.during(STEPPING)
             with stepping, self._progress.during(self._member, doing):
-                return await self._timed(function, args, latency_s)
+                return await work()
         except (*RAISED, asyncio.CancelledError) as error:
             if own_cancellation(error):
                 raise
@@ -158,11 +169,31 @@ class TimedEnvironment:
         return opening
 
     async def step(self, action: str, latency_s: float = 0, doing: str = "step") -> Step:
-        """Return the result of an action."""
+        """Return the result of an action. A call of one of the server's tools never reaches the
+        environment, and for one without tools an answer is the action."""
+        if self._server is not None:
+            call = called(action)
+            if call.name in self._server.names:
+                work = partial(self._served, self._server, call, latency_s)
+                return await self._noted(f"tool {call.name}", work)
+            if call.name == ANSWER_TOOL and not isinstance(self.env, Tooled):
+                action = call.arguments["text"]
         found = await self.call(doing, self.env.step, action, latency_s=latency_s)
         step = self._checked(doing, checked_step, found)
         self.said, self.valid = encodable(step.observation), step.info.valid
         return step
+
+    async def tools(self, style: TurnFormat) -> list[dict[str, Any]]:
+        """Return the tools that turns of this format can call in the task begun, the environment's
+        and the server's; [] if there are none."""
+        if not style.tools:
+            return []
+        specs = list[dict[str, Any]]()
+        if isinstance(self.env, Tooled):
+            specs = self._checked("tools", checked_tools, await self.call("tools", self.env.tools))
+        if self._server is not None:
+            specs = [*specs, *await self._noted("tools", self._server.tools)]
+        return callable_tools(style, self._checked("tools", checked_tools, specs))
 
     async def verdict(self, verdict: Callable[[], Any]) -> tuple[float, bool]:
         """Return reward and success of an episode that the rollout ends."""
@@ -218,6 +249,19 @@ class TimedEnvironment:
         if loop.time() > deadline:  # it held up the loop, so that nothing could cut it short
             raise self._missed()
         return found
+
+    async def _served(self, server: ToolServer, call: ToolInvocation, latency_s: float) -> Step:
+        """Return what a tool of the server says. A connection has a deadline of its own."""
+        await server.connect()
+        try:
+            async with asyncio.timeout(self._timeout_s) as limit:
+                await asyncio.sleep(latency_s)
+                result = await server.call(call.name, call.arguments)
+        except TimeoutError:
+            if limit.expired():
+                raise self._missed() from None
+            raise
+        return Step(result.text, 0.0, False, False, Info(tool_error=result.failed))
 
     def _blocking(self, function: Callable[..., Any], args: tuple[object, ...]) -> Any:
         with self._progress.clock.during(BLOCKING):

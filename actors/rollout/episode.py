@@ -28,7 +28,6 @@ from actors.formats.turns import SEPARATOR
 from actors.progress import TicketProgress
 from actors.rollout.conversation import (
     Conversation,
-    callable_tools,
     plain_instructions,
     system_message,
     with_tools,
@@ -103,7 +102,8 @@ class Episode:
         await self._begin(policy, room)
         observed = loop.time()
         env = self.environment.env
-        bound = env.max_turns if isinstance(env, Bounded) else None
+        alone = setting.server is None  # else turns that call its tools come before the last one
+        bound = env.max_turns if isinstance(env, Bounded) and alone else None
         turns = min(setting.max_turns, bound or setting.max_turns)
         for turn in range(turns):
             asked = loop.time()
@@ -192,16 +192,15 @@ class Episode:
         if isinstance(environment.env, Identified):
             told = await environment.text("content", environment.env.content)
             self.content = f"{task.query}\n{told}"
-        described = system_message, self.setting, environment.env
+        specs = await environment.tools(self.setting.format)
+        described = system_message, self.setting, environment.env, specs
         system = await environment.call("instructions", *described)
         if self.setting.recorded:
             worded = plain_instructions, environment.env
             self.instructions = await environment.call("instructions", *worded)
         if self.setting.format.tools:
-            styled = callable_tools, self.setting.format, environment.env
-            self.specs = await environment.call("tools", *styled)
-            self.tools = frozenset(spec["name"] for spec in self.specs)
-            self.setting = with_tools(self.setting, self.specs)
+            self.specs, self.tools = specs, frozenset(spec["name"] for spec in specs)
+            self.setting = with_tools(self.setting, specs)
         talk = Conversation(self.setting, system, task.query, opening, room)
         self.conversation, length = talk, len(talk.tokens)
         if length > room:
@@ -321,7 +320,7 @@ async def run_episode(
     EnvironmentFailure if its environment raised or a call of it did not return, EpisodeLate if the
     policy did not answer.
     """
-    shared = setting.failures, setting.idle, setting.isolation
+    shared = setting.failures, setting.idle, setting.isolation, setting.server
     environment = TimedEnvironment(ticket, member, setting.step_timeout_s, progress, *shared)
     episode = Episode(environment, ticket, member, setting, progress)
     async with environment:

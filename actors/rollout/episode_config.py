@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from actors.envs.base import env_class
+from actors.envs.tool_server import ToolServer, tool_server
 from actors.failures import FailureCounts
 from actors.formats.chat import Chat
 from actors.formats.native import Native
@@ -40,6 +41,7 @@ class Setting:
     max_observation_tokens: int = 0  # of one observation; 0: no limit
     format_errors: int  # turns that cannot be parsed after which an episode ends; 0: never
     isolation: str = "auto"  # of environments
+    server: ToolServer | None = None  # of tools beside the environment's own
     step_timeout_s: float
     episode_timeout_s: float
     latency: str  # of every step: none, fixed or lognormal
@@ -83,6 +85,7 @@ def setting_of(
         max_observation_tokens=rollout.max_observation_tokens,
         format_errors=rollout.format_errors,
         isolation=env.isolation,
+        server=tool_server(env.tools.mcp, env.tools.key_env) if env.tools.mcp else None,
         step_timeout_s=env.step_timeout_s,
         episode_timeout_s=env.episode_timeout_s,
         latency=env.latency.kind,
@@ -123,9 +126,10 @@ def format_of(config: Config, chat: Chat | None = None) -> TurnFormat:
 
 def format_name(config: Config) -> str:
     """Return `rollout.format`, `auto` resolved: the format that the environment names as its
-    `turn_format`, where that is `tool_call` and the policy's template calls tools itself `native`,
-    else `think_answer` for a tiny tokenizer (that of the preset, or of a policy that
-    began as it) and where `think` or `actions_per_turn` ask for its tags, else `chat`.
+    `turn_format` (with `env.tools` it is `tool_call`), where that is `tool_call` and the policy's
+    template calls tools itself `native`, else `think_answer` for a tiny tokenizer (that of the
+    preset, or of a policy that began as it) and where `think` or `actions_per_turn` ask for its
+    tags, else `chat`.
 
     Raises ValueError for an environment that cannot be imported, and for a mixture of environments
     made for different formats.
@@ -137,6 +141,8 @@ def format_name(config: Config) -> str:
         return "think_answer"  # which it does not use: it writes its own turns
     names = {part.env for part in config.tasks.mixture} or {config.env.name}
     made_for = {getattr(env_class(name), "turn_format", "") for name in names}
+    if config.env.tools.mcp:
+        made_for = {"tool_call"}
     if len(made_for) > 1:
         differ = ", ".join(sorted(one or "none" for one in made_for))
         raise ConfigError(

@@ -1,5 +1,6 @@
 """An environment of tool calls for tests: a sum, a tool that adds, and an answer."""
 
+import asyncio
 import json
 from typing import Any
 
@@ -48,3 +49,16 @@ class Abacus:
         return [answer] if self.added else [code, answer]
 
     def close(self) -> None: ...
+
+
+class Varied(Abacus):
+    """Has the tools of the task that was begun, which it has to ask for: `python` where its number
+    is even, else `fail`."""
+
+    def reset(self, task: Task, dynamics_seed: int) -> str:
+        self.number = task.map_seed
+        return super().reset(task, dynamics_seed)
+
+    async def tools(self) -> list[dict[str, Any]]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        await asyncio.sleep(0.001)
+        return [super().tools()[self.number % 2]]

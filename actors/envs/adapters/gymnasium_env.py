@@ -1,4 +1,4 @@
-"""Environments of gymnasium with text or discrete observations and actions.
+"""Environments of gymnasium with text or discrete observations and actions, and minigrid's.
 
 `terminated` and `truncated` stay what gymnasium says. An environment gets two seeds where gymnasium
 has one: its reset is seeded by the task, so that a group shares its start, and what happens by
@@ -15,6 +15,7 @@ import gymnasium
 import numpy as np
 from gymnasium import spaces
 
+from actors.envs.adapters.minigrid_text import ACTIONS, grid_text, is_grid
 from actors.envs.tabular import Outcome, Process, best_values, exact_of, tabulate
 from evolver_async.env import Exact, Info, Step
 from evolver_async.randomness import key
@@ -77,7 +78,11 @@ class Gymnasium:
             raise ValueError(f"view: {id} does not render itself as text")
         if self.needs_table and not hasattr(self.env.unwrapped, "P"):
             raise ValueError(f"id: {id} keeps no table P of its transitions")
-        _require_text(id, self.env.observation_space)
+        self.is_grid = is_grid(self.env)
+        if not self.is_grid:
+            _require_text(id, self.env.observation_space)
+        elif actions is None:
+            actions = ACTIONS
         self.names = _names(id, self.env.action_space, actions)
         listed = f" actions {' '.join(self.names)} ." if self.names else ""
         self.instructions = f"{instructions or f'act in {id} .'}{listed}"
@@ -89,7 +94,7 @@ class Gymnasium:
         for draw in range(MAX_DRAWS):
             seed = key(task.map_seed, "gymnasium", self.id, task.split, draw)
             observation, _ = self.env.reset(seed=seed)
-            self.text = text_of(self.env.observation_space, observation)
+            self.text = self._text(observation)
             if self.held_out == "seed" or split_of(self.text) == task.split:
                 break
         else:
@@ -105,7 +110,7 @@ class Gymnasium:
         if chosen is None:
             return Step(self._observe(), 0.0, False, False, Info(valid=False))
         observation, reward, terminated, truncated, info = self.env.step(chosen)
-        self.text = text_of(self.env.observation_space, observation)
+        self.text = self._text(observation)
         over = bool(terminated or truncated)
         won = bool(info["is_success"]) if "is_success" in info else reward > self.success_above
         facts = Info(success=bool(over and won))
@@ -113,6 +118,11 @@ class Gymnasium:
 
     def close(self) -> None:
         self.env.close()
+
+    def _text(self, observation: Any) -> str:
+        if self.is_grid:
+            return grid_text(observation)
+        return text_of(self.env.observation_space, observation)
 
     def _chosen(self, action: str) -> Any | None:
         """Return the action in gymnasium's form; None for an unknown one."""

@@ -1,7 +1,9 @@
-"""Single-turn tasks of verifiers: a taskset's prompt, one answer, and the task's own rewards.
+"""Tasks of verifiers.
 
-A task that needs more than a conversation (tools, a container, a runtime to be scored in) is
-refused; verifiers' harnesses, which bring their own agent, are a matter of `rollout.agent`.
+Those of a single turn are played here: a taskset's prompt, one answer, and the task's own rewards.
+One that needs more (tools, several turns, a container, a runtime to be scored in) is played by the
+package itself, with `play` and an agent (`actors/endpoint/verifiers_agent.py`), and refused
+without.
 """
 
 import asyncio
@@ -17,8 +19,12 @@ from actors.envs.adapters import required
 from actors.envs.base import Env, one_line
 from evolver_async.env import Info, Step
 from evolver_async.extension import RAISED
+from evolver_async.files import parsed
 from evolver_async.schema import Task
 from evolver_async.splits import SPLITS, split_of
+
+AGENT = "actors.endpoint.verifiers_agent:play"
+PLAYED = f"set env.params.play, with {{}} for its defaults, and rollout.agent={AGENT}"
 
 
 @dataclass(kw_only=True, eq=False)
@@ -27,8 +33,9 @@ class Verifiers(Env):
 
     The reward is the weighted sum of the task's rewards and `success` at least `success_at` of it.
     Tasks belong to the split of their prompt's content, unless `test_kwargs` configure a taskset of
-    its own for testing. Of a taskset without an end the first `first` tasks are used. ValueError
-    names the parameter that cannot be.
+    its own for testing. Of a taskset without an end the first `first` tasks are used. `play`: the
+    configuration of the package's environment, without its taskset, for an agent that plays it.
+    ValueError names the parameter that cannot be.
     """
 
     isolation = "thread"
@@ -38,6 +45,7 @@ class Verifiers(Env):
     test_kwargs: dict[str, Any] | None = None
     first: int = 10_000
     success_at: float = 1.0
+    play: dict[str, Any] | None = None
     instructions: str = ""
 
     def __post_init__(self) -> None:
@@ -45,7 +53,8 @@ class Verifiers(Env):
             raise ValueError("taskset: name an installed taskset of verifiers")
         if self.first < 1:
             raise ValueError(f"first: {self.first} is not positive")
-        self.package = _package()
+        package()
+        self.agent = "" if self.play is None else AGENT
         self.plain_instructions = self.instructions  # the question itself says how to answer
         self.instructions = self.instructions or "answer the question ."
 
@@ -54,20 +63,30 @@ class Verifiers(Env):
             tasks = self._tasks(split)
             if not tasks:
                 raise ValueError(f"env.params.taskset: {self.taskset} has no tasks for {split}")
-            if (problem := _more_than_words(self.package, tasks[0])) is not None:
-                raise ValueError(f"env.params.taskset: {self.taskset} {problem}")
+            problem = None if self.play is not None else _more_than_words(package(), tasks[0])
+            if problem is not None:
+                raise ValueError(f"env.params.taskset: {self.taskset} {problem}: {PLAYED}")
 
-    def reset(self, task: Task, dynamics_seed: int) -> str:
+    def chosen(self, task: Task) -> Any:
+        """Return the package's task of this number. Raise ValueError if the split has none."""
         tasks = self._tasks(task.split)
         if not tasks:
             raise ValueError(f"taskset: {self.taskset} has no tasks for {task.split}")
-        self.task = tasks[task.map_seed % len(tasks)]
+        return tasks[task.map_seed % len(tasks)]
+
+    def arguments(self, split: str) -> dict[str, Any]:
+        """Return what configures the taskset of a split."""
+        tested = self.test_kwargs is not None and split == "test"
+        return {"id": self.taskset} | ((self.test_kwargs if tested else self.kwargs) or {})
+
+    def reset(self, task: Task, dynamics_seed: int) -> str:
+        self.task = self.chosen(task)
         if self.task.data.system_prompt:
             self.instructions = self.plain_instructions = self.task.data.system_prompt
         return self.task.data.prompt_text
 
     def step(self, action: str) -> Step:
-        vf, task = self.package, self.task
+        vf, task = package(), self.task
         graph = importlib.import_module("verifiers.v1.graph")
         asked = graph.MessageNode(message=vf.UserMessage(content=task.data.prompt_text))
         said = vf.AssistantMessage(content=action)
@@ -84,21 +103,21 @@ class Verifiers(Env):
 
     def _tasks(self, split: str) -> list[Any]:
         """Return all tasks of a split."""
-        parts, kwargs = [split], self.kwargs or {}
+        parts = [split]
         if self.test_kwargs is not None:  # a taskset of its own is for testing
             parts = {"test": list(SPLITS), "train": ["train", "test"]}.get(split, parts)
-            kwargs = self.test_kwargs if split == "test" else kwargs
-        tasks = _loaded(self.taskset, json.dumps(kwargs, sort_keys=True), self.first)
+        tasks = _loaded(json.dumps(self.arguments(split), sort_keys=True), self.first)
         return [task for part in parts for task in tasks.get(part, [])]
 
 
 @cache
-def _loaded(taskset: str, kwargs: str, first: int) -> dict[str, list[Any]]:
+def _loaded(arguments: str, first: int) -> dict[str, list[Any]]:
     """Load a taskset, grouped by the split of the tasks' content; ValueError if it cannot be
-    loaded."""
-    vf = _package()
+    loaded. `arguments`: in JSON, so that they can be a key of the cache."""
+    vf, given = package(), parsed(arguments)
+    taskset = given["id"]
     try:
-        config = vf.taskset_config_type(taskset)(id=taskset, **json.loads(kwargs))
+        config = vf.taskset_config_type(taskset)(**given)
         loaded = vf.load_taskset(config)
         tasks = list(loaded if not loaded.INFINITE else loaded.take(first))
     except RAISED as error:  # tasksets are other people's code
@@ -125,5 +144,6 @@ def _more_than_words(vf: Any, task: Any) -> str | None:
     return None
 
 
-def _package() -> Any:
+def package() -> Any:
+    """Import verifiers. Raise ValueError if it is missing."""
     return required("verifiers.v1", "taskset", "verifiers", " of at least 0.4")

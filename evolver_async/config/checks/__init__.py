@@ -11,7 +11,7 @@ from evolver_async.config.checks.addresses import buffer_address, no_sockets, we
 from evolver_async.config.checks.agentevolver import agent, guidance, mechanisms, reward
 from evolver_async.config.checks.learner import demonstrated, groups, guided, learner
 from evolver_async.config.checks.processes import cluster, engine, gpus, policy, scaling, timeouts
-from evolver_async.config.checks.stages import eval_sets, limits, stages, tasks
+from evolver_async.config.checks.stages import eval_sets, limits, served_tools, stages, tasks
 from evolver_async.config.sections import Config
 from evolver_async.config.sections.run import SUPERVISED
 from evolver_async.config.values.errors import ConfigError
@@ -42,7 +42,7 @@ def check_stage(config: Config, index: int) -> None:
     _refuse(chain(timeouts(config), buffer_address(config)))
     kind = config.stages[index].kind
     _refuse(chain(limits(config, index), learner(config, kind)))
-    _refuse(chain(agent(config), mechanisms(config)))
+    _refuse(chain(agent(config), mechanisms(config), served_tools(config)))
     if kind not in SUPERVISED:
         _refuse(guidance(config))
     if kind == "rl":

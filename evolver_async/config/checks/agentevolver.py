@@ -27,11 +27,12 @@ def agent(config: Config) -> Iterator[tuple[str, str]]:
         ("rollout.context", config.rollout.context, "full", "writes its own prompts"),
         ("rollout.system_prompt", config.rollout.system_prompt, "", "writes its own prompts"),
         ("env.prompt", config.env.prompt, "auto", "writes its own prompts"),
+        ("env.tools.mcp", config.env.tools.mcp, "", "brings its own tools"),
         ("experience.kind", config.experience.kind, "none", "writes its own prompts"),
         ("questioning.kind", config.questioning.kind, "none", "plays without an environment"),
     ):
         if value != required:
-            yield key, f"must be {required}: rollout.agent {reason}, is {value}"
+            yield key, f"must be {required or 'empty'}: rollout.agent {reason}, is {value}"
     if config.judge.kind == "rule":
         yield "judge.kind", "rule needs an environment's scores: rollout.agent plays without one"
 

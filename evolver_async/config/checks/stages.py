@@ -1,5 +1,6 @@
 """Checks of stages and tasks against the other sections."""
 
+import shlex
 from collections.abc import Iterator
 from typing import Any
 
@@ -120,6 +121,28 @@ def tasks(config: Config) -> Iterator[tuple[str, str]]:
         if not part.env:
             yield f"tasks.mixture[{index}].env", "must name an environment"
         check_plain(f"tasks.mixture[{index}].params", part.params)
+
+
+def served_tools(config: Config) -> Iterator[tuple[str, str]]:
+    """Refuse tools of a server where nothing calls them, and what is neither URL nor command."""
+    served = config.env.tools
+    is_url = served.mcp.startswith(("http://", "https://"))
+    if served.key_env and not is_url:
+        yield "env.tools.key_env", "needs an http(s) URL in env.tools.mcp"
+    if not served.mcp:
+        return
+    if not is_url:
+        try:
+            words = shlex.split(served.mcp)
+        except ValueError as error:
+            yield "env.tools.mcp", f"is neither an http(s) URL nor a command: {error}"
+        else:
+            if not words:
+                yield "env.tools.mcp", "is neither an http(s) URL nor a command"
+    if config.launch.kind == "serial":
+        yield "env.tools.mcp", "needs real time, and launch.kind=serial has a virtual clock"
+    if config.questioning.kind != "none":
+        yield "env.tools.mcp", "must be empty: questioning.kind explores the environment alone"
 
 
 def eval_sets(config: Config) -> Iterator[tuple[str, str]]:

@@ -40,6 +40,16 @@ class LatencyConfig:
 
 
 @dataclass
+class ToolsConfig:
+    """Tools of an MCP server, called beside the environment's own."""
+
+    # http(s) URL of the server, or a command that speaks MCP over its standard input and output,
+    # which each actor starts once; "": none
+    mcp: str = ""
+    key_env: Variable = ""  # environment variable with the bearer token of a URL
+
+
+@dataclass
 class EnvConfig:
     """The environment: a registered name or an import path (`my_package.my_env:MyEnv`)."""
 
@@ -48,6 +58,7 @@ class EnvConfig:
     # wording of instructions; auto: plain for a tokenizer of normal size, else tiny
     prompt: Literal["auto", "tiny", "plain"] = "auto"
     latency: LatencyConfig = field(default_factory=LatencyConfig)
+    tools: ToolsConfig = field(default_factory=ToolsConfig)
     # where its calls are made: on the actor's event loop, each episode's in a thread of its own, or
     # in processes; auto: as its class says, else threads for code of your own
     isolation: Literal["auto", "loop", "thread", "process"] = "auto"

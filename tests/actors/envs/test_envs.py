@@ -453,7 +453,7 @@ def test_an_async_environment_begins_a_task_and_is_refused_where_nobody_waits() 
     for config, words in (
         (made("Waiting", launch="serial"), r"is async, which needs real time"),
         (made("Waiting", "world_model"), r"is async, and stages\[0\] \(world_model\)"),
-        (made("WaitingScore"), "has an async score: only reset, step, close may be async"),
+        (made("WaitingScore"), "has an async score: only reset, step, close, tools may be async"),
     ):
         with pytest.raises(ValueError, match=f"env.name: .*{words}"):
             check(config)

@@ -2,12 +2,14 @@
 
 import asyncio
 import itertools
+import re
+from functools import partial
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
-from abacus import ANSWER, CODE, QUESTION, Abacus
+from abacus import ANSWER, CODE, QUESTION
 from abacus_runs import abacus, styled
 from budget import examples
 from hypothesis import given, settings
@@ -23,18 +25,24 @@ from rollouts import (
     roll_out,
     say,
     setting,
+    ticket,
 )
 from stripping import stripped
 
+from actors.checks import prompts
 from actors.checks.config import check
+from actors.envs.results import checked_tools
 from actors.formats.tool_calls import canonical
 from actors.progress import TicketProgress
+from actors.rollout.episode_config import setting_of
 from actors.rollout.finished import Finished
 from actors.scripted.expert import demonstrate_group
+from evolver_async.config import ConfigError
 from evolver_async.config.load import load
 from evolver_async.schema import Role, Sampling, TurnFlag
 
 CALL = '<tool_call>{"name": "python", "arguments": {"code": "3 + 4"}}</tool_call>'
+LISTED = re.compile(r'^\{"name": "(\w+)"', re.MULTILINE)
 FORMAT, CALLED = TurnFlag.FORMAT_ERROR, TurnFlag.TOOL_CALL
 TOOL = CALLED | TurnFlag.TOOL_ERROR
 
@@ -283,13 +291,51 @@ def test_tools_make_a_format_possible() -> None:
     for name in ("tool_call", "interleaved"):
         check(load(None, [*tooled, f"rollout.format={name}"]))
     check(load(None, [*tooled, "rollout.format=tool_call", "rollout.context=window"]))
-    bare = [*BANDIT, f"env.name={__name__}:Coded", "rollout.format=interleaved"]
-    with pytest.raises(ValueError, match=r"^rollout\.format: interleaved needs a tool python of"):
-        check(load(None, bare))
 
 
-class Coded(Abacus):
-    """Has tools, but none that runs code."""
+@pytest.mark.parametrize("format", ["tool_call", "interleaved"])
+def test_the_tools_of_a_task_decide_what_it_can_be_played_in(format: str) -> None:
+    config = load(None, [*BANDIT, "env.name=abacus:Varied", f"rollout.format={format}"])
+    check(config)
+    first = partial(prompts._check_first, config, setting_of(config, CHAT, "", 0), reflects=False)
+    even, odd = (ticket({}, group_id=number, env="abacus:Varied").task for number in range(2))
+    assert first(even) > 0
+    if format == "tool_call":
+        assert first(odd) > 0
+    else:
+        lacks = r"^rollout\.format: interleaved needs a tool python of abacus:Varied"
+        with pytest.raises(ConfigError, match=lacks):
+            first(odd)
 
-    def tools(self) -> list[dict[str, Any]]:
-        return super().tools()[1:]
+
+@pytest.mark.parametrize(
+    "isolation", ["loop", "thread", pytest.param("process", marks=pytest.mark.process)]
+)
+def test_tools_are_awaited_and_belong_to_the_task(isolation: str) -> None:
+    how = styled("tool_call", isolation=isolation, max_turns=2, step_timeout_s=60.0)
+    runner, shown = asyncio.Runner(), []  # the process belongs to its loop
+    for number in range(2):
+        asked = msgspec.structs.replace(abacus(), group_id=number)
+        seeded = msgspec.structs.replace(asked.task, env="abacus:Varied", map_seed=number)
+        engine = FakeEngine({f"{number}/0/0": say(CALL, f"<answer>{ANSWER}</answer>")})
+        asked = msgspec.structs.replace(asked, task=seeded)
+        (trajectory,) = roll_out(asked, how, engine, run=runner.run)
+        assert trajectory.success and trajectory.turn_flags[0] == (TOOL if number else CALLED)
+        shown.append([LISTED.findall(TOKENIZER.decode(one.tokens)) for one in engine.requests])
+    assert shown == [[["python"]] * 2, [["fail"]] * 2]
+    how.idle.processes.close()
+    runner.close()
+
+
+@pytest.mark.parametrize(
+    ("tools", "error"),
+    [
+        ("python", TypeError),
+        (["python"], TypeError),
+        ([{"description": "adds"}], ValueError),
+        ([{"name": "add"}, {"name": "add"}], ValueError),
+    ],
+)
+def test_tools_that_are_no_specs_are_named(tools: Any, error: type[Exception]) -> None:
+    with pytest.raises(error, match=r"^tool"):
+        checked_tools(tools)

@@ -1,5 +1,6 @@
 """The system message: its wordings, the system prompt of a run, and the check before a run."""
 
+import asyncio
 import json
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from actors.envs.base import Described, Solvable, make_env
 from actors.envs.results import checked_opening
 from actors.formats.chat import Chat
 from actors.formats.tool_calls import Interleaved, ToolCall
-from actors.rollout.conversation import first_prompt, system_message
+from actors.rollout.conversation import first_prompt, system_message, tools_of
 from actors.rollout.episode_config import (
     PLAIN_VOCABULARY,
     format_name,
@@ -85,7 +86,9 @@ def test_a_system_prompt_replaces_what_the_format_says_and_nothing_else() -> Non
     tools = ToolCall(think=False, actions_per_turn=1)
     how = setting(wording="plain", system_prompt="Use tools.", format=tools)
     assert isinstance(env, Described)
-    told, _, listed = system_message(how, env).partition("\n<tools>\n")
+    told, _, listed = system_message(how, env, asyncio.run(tools_of(how, env))).partition(
+        "\n<tools>\n"
+    )
     assert told == f"{env.plain_instructions}\n\nUse tools." and '"python"' in listed
     tiny = setting(system_prompt="use tools", format=tools)
     assert system_message(tiny, env).startswith(f"{env.instructions} use tools\n<tools>")
