@@ -10,7 +10,16 @@ from pathlib import Path
 
 CODE = "evolver-async"  # a digest of the source, which a version number would not tell
 OURS = ("evolver_async", "actors", "learner")
-PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "pyzmq", "msgspec")
+PACKAGES = (
+    "torch",
+    "transformers",
+    "tokenizers",
+    "safetensors",
+    "numpy",
+    "pyzmq",
+    "msgspec",
+    "xgrammar",
+)
 
 
 @cache
