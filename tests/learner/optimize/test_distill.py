@@ -41,16 +41,21 @@ def gradients(model: torch.nn.Module) -> list[torch.Tensor]:
     return found
 
 
-def naive(model: torch.nn.Module, groups: list[Group], batch: Batch, coef: float) -> float:
-    """Accumulate the loss and its gradients row by row; every row has both contexts whole."""
+def naive(
+    model: torch.nn.Module, groups: list[Group], batch: Batch, coef: float, allowed: int = 10**6
+) -> float:
+    """Accumulate the loss and its gradients row by row; every row has both contexts whole.
+
+    Tokens from number `allowed` are masked.
+    """
     model.zero_grad(set_to_none=True)
     total, tokens = torch.zeros(()), batch.whole().tokens
     for trajectory in (one for group in groups for one in group.trajectories):
         for sequence in trajectory.sequences if guided(trajectory) else ():
             bare = stripped(sequence)
             with torch.no_grad():
-                p_LV = log_probs(model, sequence.tokens)
-            q_LV = log_probs(model, bare.tokens)
+                p_LV = log_probs(model, sequence.tokens, allowed)
+            q_LV = log_probs(model, bare.tokens, allowed)
             places = np.flatnonzero(sequence.roles == Role.ACTION)
             for place, own in zip(places, np.flatnonzero(bare.roles == Role.ACTION), strict=True):
                 if own:  # the first token of a row is not predicted
@@ -60,9 +65,10 @@ def naive(model: torch.nn.Module, groups: list[Group], batch: Batch, coef: float
     return float(total.detach())
 
 
-def log_probs(model: torch.nn.Module, tokens: Array) -> torch.Tensor:
+def log_probs(model: torch.nn.Module, tokens: Array, allowed: int) -> torch.Tensor:
     tokens_BT = torch.from_numpy(tokens.astype(np.int64))[None]
-    return (model(input_ids=tokens_BT).logits[0].float() / 0.8).log_softmax(-1)
+    logits_LV = model(input_ids=tokens_BT).logits[0, :, :allowed].float()
+    return (logits_LV / 0.8).log_softmax(-1)
 
 
 @pytest.mark.parametrize("chunk", [4096, 3])
@@ -83,6 +89,29 @@ def test_loss_and_gradients_match_a_pass_per_row(model, chunk, packed):
     for mine, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(mine, other, rtol=0, atol=1e-6)
     assert max(float(one.abs().max()) for one in theirs) > 1e-4
+
+
+@pytest.mark.parametrize("chunk", [4096, 3])
+def test_what_a_grammar_excludes_is_masked_in_both_contexts(model, chunk):
+    groups = make_groups(4, 4, 3)
+    batch = collated(groups, TEACHES)
+    taught, size = batch.taught, model.config.vocab_size
+    assert taught is not None
+    allowed_V = np.arange(size) < size // 2
+    masks = {
+        "mask_N": np.zeros(taught.whole().tokens, np.int64),
+        "allowed_MW": np.packbits(allowed_V, bitorder="little")[None],
+    }
+    expected = naive(model, groups, batch, 0.7, allowed=size // 2)
+    theirs = gradients(model)
+    distil = replace(Distillation(replace(taught, **masks), *SETTINGS), chunk=chunk)
+    loss, _ = distil(model, batch.whole(), alone("cpu"), 64)
+    assert loss == pytest.approx(expected, rel=1e-4)
+    assert loss != pytest.approx(naive(model, groups, batch, 0.7), rel=1e-2)
+    model.zero_grad(set_to_none=True)
+    distil(model, batch.whole(), alone("cpu"), 64)
+    for mine, other in zip(gradients(model), theirs, strict=True):
+        torch.testing.assert_close(mine, other, rtol=0, atol=1e-6)
 
 
 def test_updates_of_parts_add_up_to_that_of_the_whole(model):
