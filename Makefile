@@ -119,10 +119,11 @@ $(ADAPTERS_INSTALLED): pyproject.toml constraints-adapters.txt
 	$(ADAPTERS)/bin/python -c 'import textarena, verifiers.v1, openenv.core.generic_client'
 	touch $@
 
-# A layer over .venv: what agent frameworks need beside the packages there.
+# A layer over .venv: what agent frameworks need beside the packages there. A plain path would leave
+# out the .pth file there by which this project is found from other directories.
 $(FRAMEWORKS_INSTALLED): $(INSTALLED) constraints-frameworks.txt
 	$(PYTHON) -m venv --without-pip $(FRAMEWORKS)
-	$(BIN)/python -c 'import site; print(site.getsitepackages()[0])' > \
+	$(BIN)/python -c 'import site; print(f"import site; site.addsitedir({site.getsitepackages()[0]!r})")' > \
 		"$$($(FRAMEWORKS)/bin/python -c 'import site; print(site.getsitepackages()[0])')/base.pth"
 	$(FRAMEWORKS)/bin/python -m pip install --quiet --disable-pip-version-check \
 		--constraint constraints-frameworks.txt \
