@@ -10,9 +10,9 @@ import importlib
 import inspect
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 F = TypeVar("F", bound=Callable[..., object])
 RAISED = Exception, SystemExit  # by a user's code, whose exit must not end the process
@@ -32,17 +32,24 @@ def implementation(key: str, name: str, registry: Mapping[str, F]) -> F:
     """
     if not is_own(name):
         return registry[name]
-    found = imported(key, name)
     pattern = inspect.signature(next(iter(registry.values()))).parameters.values()
     keys = [one for one in pattern if one.kind == inspect.Parameter.KEYWORD_ONLY]
     named = [one.name for one in keys if one.default is inspect.Parameter.empty]
     placed = [one.name for one in pattern if one not in keys]
+    return own_function(key, name, placed, named)  # pyright: ignore[reportReturnType]
+
+
+def own_function(
+    key: str, name: str, placed: Sequence[str], named: Sequence[str] = ()
+) -> Callable[..., Any]:
+    """Return a user's function that takes these arguments, as `implementation` does."""
+    found = imported(key, name)
     try:
         inspect.signature(found).bind(*placed, **dict.fromkeys(named))
     except (TypeError, ValueError) as error:  # the latter: it does not tell its parameters
         wanted = ", ".join([*placed, *(f"{name}=" for name in named)])
         raise ValueError(f"{key}: {name!r} does not take ({wanted}): {error}") from None
-    return noted(key, name, found) if inspect.isfunction(found) else found  # pyright: ignore[reportReturnType]
+    return noted(key, name, found) if inspect.isfunction(found) else found
 
 
 def imported(key: str, name: str) -> Callable[..., object]:

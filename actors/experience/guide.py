@@ -42,7 +42,12 @@ class NoAnswer(Exception):
 
 
 class Backend(Protocol):
-    """Keeper of the experience of finished groups. Its methods raise NoAnswer."""
+    """Keeper of the experience of finished groups. Its methods raise NoAnswer.
+
+    `name`: that of its failures.
+    """
+
+    name: str
 
     async def retrieve(self, query: str, timeout_s: float) -> messages.Guidance: ...
 
@@ -53,6 +58,8 @@ class Backend(Protocol):
 
 class ServiceBackend:
     """The experience service of the run; owns the client."""
+
+    name = "service"
 
     def __init__(self, client: Client) -> None:
         self._client = client
@@ -146,7 +153,7 @@ class ExperienceGuide:
         except NoAnswer as error:
             if now() >= self._retry_at:  # else another episode has counted this outage
                 self._counts["outages"] += 1
-                self._failures.note("experience", "service", str(error))
+                self._failures.note("experience", self._backend.name, str(error))
                 log.warning("episodes are unguided for %g s: %s", OUTAGE_S, error)
             self._retry_at = now() + OUTAGE_S
             return None
@@ -164,6 +171,7 @@ class ExperienceGuide:
                 await self._backend.contribute(self._waiting[0])
             except NoAnswer as error:
                 self._counts["dropped"] += 1
+                self._failures.note("experience", self._backend.name, str(error))
                 log.warning("a group of %s is not sent: %s", self._waiting[0].task_id, error)
             self._waiting.popleft()
 

@@ -10,12 +10,14 @@ from typing import Protocol
 
 from actors.envs.base import one_line
 from actors.envs.results import text
-from actors.experience.guide import SEND_TIMEOUT_S, SPLIT, NoAnswer
+from actors.experience.guide import SPLIT, NoAnswer
 from actors.rollout.environment import own_cancellation
 from evolver_async.config import Config
-from evolver_async.extension import RAISED, implementation
+from evolver_async.extension import RAISED, own_function
 from evolver_async.protocol import messages
 from evolver_async.protocol.transcripts import Transcript
+
+CONTRIBUTE_S = 600.0  # a language model may read the episodes meanwhile
 
 
 class ExperienceBackend(Protocol):
@@ -36,8 +38,10 @@ class ExperienceBackend(Protocol):
 
 
 class OwnBackend:
-    """A user's backend, limited to `SEND_TIMEOUT_S` for each group; without `limited`, as in a
-    serial run with its virtual clock, to nothing."""
+    """A user's backend, limited to `CONTRIBUTE_S` for each group; without `limited`, as in a serial
+    run with its virtual clock, to nothing."""
+
+    name = "experience.kind"
 
     def __init__(self, backend: ExperienceBackend, top_k: int, *, limited: bool) -> None:
         self._backend = backend
@@ -60,18 +64,13 @@ class OwnBackend:
         if group.split != SPLIT:
             return
         try:
-            async with asyncio.timeout(SEND_TIMEOUT_S if self._limited else None):
+            async with asyncio.timeout(CONTRIBUTE_S if self._limited else None):
                 await self._backend.contribute(group.query, group.episodes)
         except (*RAISED, asyncio.CancelledError) as error:
             raise _no_answer(error) from error
 
     async def close(self) -> None:
         await self._backend.close()
-
-
-def made_for(config: Config) -> ExperienceBackend:
-    """The signature of the function that makes a user's backend."""
-    raise NotImplementedError
 
 
 def own_backend(config: Config) -> OwnBackend:
@@ -83,7 +82,7 @@ def own_backend(config: Config) -> OwnBackend:
 
 def load_backend(name: str) -> Callable[[Config], ExperienceBackend]:
     """Import the function of a user's backend. Raise ValueError, which names the key."""
-    return implementation("experience.kind", name, {"": made_for})
+    return own_function("experience.kind", name, ["config"])
 
 
 def _no_answer(error: BaseException) -> NoAnswer:

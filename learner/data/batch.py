@@ -309,9 +309,8 @@ def lay_out(batch: Batch, rows_B: Array, device: torch.device, layout: Layout) -
     target_N, source_N = tokens_A[acts_N], found[: len(acts_N)]
     index_N = ranges(batch.action_start_R[rows_B], batch.action_start_R[rows_B + 1])
     pair_N = source_N * (1 + tokens_A.max()) + target_N
-    if (
-        batch.mask_N is not None and batch.allowed_MW is not None
-    ):  # equal tokens of equal contexts can be under different masks
+    # equal tokens of equal contexts can be under different masks
+    if batch.mask_N is not None and batch.allowed_MW is not None:
         pair_N = pair_N * (1 + len(batch.allowed_MW)) + 1 + batch.mask_N[index_N]
     _, first_Q, prediction_N = np.unique(pair_N, return_index=True, return_inverse=True)
     trajectory_N = batch.trajectory_N[index_N]

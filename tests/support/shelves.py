@@ -24,6 +24,12 @@ class Shelf:
     async def close(self) -> None: ...
 
 
+class Slow(Shelf):
+    async def contribute(self, query: str, episodes: Sequence[Transcript]) -> None:
+        await asyncio.sleep(500)
+        await super().contribute(query, episodes)
+
+
 class Hanging(Shelf):
     async def retrieve(self, query: str, top_k: int) -> Sequence[str]:
         await asyncio.sleep(1000)
@@ -44,7 +50,7 @@ class Numbers(Shelf):
 
 
 def shelf(config: Config) -> Shelf:
-    kinds = {"hanging": Hanging, "cancelling": Cancelling, "numbers": Numbers}
+    kinds = {"slow": Slow, "hanging": Hanging, "cancelling": Cancelling, "numbers": Numbers}
     return kinds.get(config.experience.params.get("kind", ""), Shelf)()
 
 

@@ -11,7 +11,7 @@ from virtual_time import virtually
 
 from actors.checks.config import check_own
 from actors.experience.guide import ExperienceGuide
-from actors.experience.own import own_backend
+from actors.experience.own import CONTRIBUTE_S, own_backend
 from actors.failures import FailureCounts
 from actors.rollout.policy import Advice
 from evolver_async.config import Config, ConfigError, ExperienceConfig
@@ -66,10 +66,24 @@ def test_a_backend_that_fails_leaves_episodes_unguided_and_is_named(kind: str, s
 
 def test_a_group_that_a_backend_does_not_take_is_counted() -> None:
     async def run() -> None:
-        guide = guide_of(FailureCounts(), kind="numbers")
+        guide = guide_of(failures := FailureCounts(), kind="numbers")
         guide.contribute(TRAIN, QUERY, [WON])
         await asyncio.sleep(1)
+        (failure,) = failures.totals()
+        assert failure.name == "experience.kind" and "the shelf is full" in failure.error
         assert guide.counters()["experience/dropped"] == 1
+        await guide.close()
+
+    virtually(run())
+
+
+def test_a_backend_may_read_a_group_for_minutes() -> None:
+    async def run() -> None:
+        guide = guide_of(failures := FailureCounts(), kind="slow")
+        guide.contribute(TRAIN, QUERY, [WON, LOST])
+        await asyncio.sleep(CONTRIBUTE_S)
+        assert (await guide.advise(QUERY)).text == f"- say {WON.turns[0].action}"
+        assert failures.totals() == [] and not any(guide.counters().values())
         await guide.close()
 
     virtually(run())
