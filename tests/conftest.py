@@ -6,6 +6,8 @@ make test ARGS=--hypothesis-profile=random    draws anew, and two and a half tim
 """
 
 import gc
+import logging
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -24,6 +26,22 @@ def pytest_runtestloop() -> None:
     """Let the garbage collector look at what the tests make, and at nothing before."""
     gc.freeze()
     gc.enable()
+
+
+@pytest.fixture(autouse=True)
+def root_logger_as_before() -> Iterator[None]:
+    """Take back what a test or a command that it ran made of the root logger.
+
+    A handler that is left writes to the stderr of its own test, which is closed: the next record of
+    any test in the same process then prints "Logging error" into that test's output.
+    """
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield
+    for left in set(root.handlers) - set(handlers):
+        left.close()
+    root.handlers[:] = handlers
+    root.setLevel(level)
 
 
 # the hooks
