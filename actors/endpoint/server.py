@@ -2,9 +2,9 @@
 
 uvicorn speaks HTTP/1.1 and pauses reading from clients that send too much. This module adds the
 limits that uvicorn does not have: bytes per head and body, seconds per request, and the
-cancellation of a generation whose client has disconnected. A call names its episode in the URL and proves by the key,
-as `Authorization: Bearer` or `x-api-key`, that it is of its agent. The key is checked before the
-body is read: strangers can take neither memory nor open files.
+cancellation of a generation whose client has disconnected. A call names its episode in the URL and
+proves by the key, as `Authorization: Bearer` or `x-api-key`, that it is of its agent. The key is
+checked before the body is read: strangers can take neither memory nor open files.
 """
 
 import asyncio
