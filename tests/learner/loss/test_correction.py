@@ -100,7 +100,7 @@ def L(x: float, A: float) -> float:
 def slow(
     settings: CorrectionConfig, t: int, advantages, theta, mu, anchor, member
 ) -> tuple[float, float]:
-    """The objective of token t and its derivative by theta_t, from the table in docs/algorithms.md."""
+    """Objective of token t and its derivative by theta_t, of the table in docs/algorithms.md."""
     A = advantages[t]
     own = [u for u in range(len(theta)) if member[u] == member[t]]
     r, q = math.exp(theta[t] - anchor[t]), math.exp(theta[t] - mu[t])
