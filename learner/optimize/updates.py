@@ -222,17 +222,13 @@ class Stepper:
         too_far = led is not None and not led <= bound  # one that is no number is beyond any bound
         means["learner/taken_back"] = float(too_far)
         if too_far:
-            self._undo(done)
+            with self.timers("optimizer"):
+                last = done.pop()
+                take_back(self.models.optimizer, last.moved, last.lr)
+                follow(self.models.model.parameters())
             return led
         means |= {} if led is None else {"offpolicy/kl_moved": led}
         return None
-
-    def _undo(self, done: list[_Update]) -> None:
-        """Take back the last update."""
-        with self.timers("optimizer"):
-            last = done.pop()
-            take_back(self.models.optimizer, last.moved, last.lr)
-            follow(self.models.model.parameters())
 
     def _applied(
         self,
