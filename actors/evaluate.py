@@ -35,7 +35,7 @@ from evolver_async.metrics.replies import save as save_replies
 from evolver_async.model import gguf
 from evolver_async.model.tokenizer import load_tokenizer
 from evolver_async.randomness import key
-from evolver_async.rewards import term_means
+from evolver_async.rewards import player_means, term_means
 from evolver_async.schema import Role, Sampling, Task, Ticket, Trajectory, WeightId
 from evolver_async.splits import Split
 
@@ -91,7 +91,7 @@ def _evaluated(
     reward = statistics.fmean(trajectory.reward for trajectory in trajectories)
     bounds = intervals.written(intervals.share(success, _distinct(trajectories)))
     line = f"{name}: success {success:.3f} ({bounds}), reward {reward:.3f}"
-    means = term_means(trajectories)
+    means = term_means(trajectories) | player_means(trajectories)
     line += "".join(f", {term} {value:.3f}" for term, value in means.items())
     line += f" over {episodes} {source.evaluated} episodes, {_distinct(trajectories)} distinct"
     values = exact(tasks, staged.rollout.max_turns * staged.rollout.actions_per_turn)
@@ -139,7 +139,7 @@ async def _evaluate_set(
         "reward": statistics.fmean(one.reward for one in trajectories),
         f"best reward@{k}": statistics.fmean(max(one.reward for one in group) for group in groups),
     }
-    means |= term_means(trajectories)
+    means |= term_means(trajectories) | player_means(trajectories)
     said = ", ".join(f"{name} {value:.3f}" for name, value in means.items())
     return f"{said} over {chosen.tasks} tasks, {_distinct(trajectories)} distinct"
 

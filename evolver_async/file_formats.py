@@ -11,7 +11,7 @@ from evolver_async.files import parsed
 RUN = "run.json"  # of a run directory; it holds the number of the directory
 RUN_FORMAT = 1  # config.yaml and everything that has no number of its own
 CHECKPOINT_FORMAT = 2
-JOURNAL_FORMAT = 2
+JOURNAL_FORMAT = 3
 
 
 def numbered() -> dict[str, object]:

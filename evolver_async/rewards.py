@@ -1,11 +1,11 @@
-"""Rewards of several trajectories: their equality, their spread, the means of their terms. Pure.
+"""Rewards of several trajectories: their equality, their spread, means by term and player. Pure.
 
 Rewards are sums of weighted terms, so equal ones can differ in their last digits: .1 + .2 and .3.
 A difference of that size would be standardised to advantages of ±1.
 """
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -40,8 +40,26 @@ def reaches(value: float, threshold: float) -> bool:
 
 def term_means(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     """Return by name the mean of each reward term, over the trajectories that have it."""
-    by_term: dict[str, list[float]] = {}
-    for one in trajectories:
-        for name, value in one.terms.items():
-            by_term.setdefault(name, []).append(value)
-    return {name: statistics.fmean(values) for name, values in by_term.items()}
+    return _means(one.terms for one in trajectories)
+
+
+def player_means(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """Return the means of `player_outcomes`, over the trajectories that have the player."""
+    return _means(map(player_outcomes, trajectories))
+
+
+def player_outcomes(trajectory: Trajectory) -> dict[str, float]:
+    """Return reward and success of every player, by the ends of their metrics."""
+    found: dict[str, float] = {}
+    for player in trajectory.players:
+        found[f"player/{player.name}/reward"] = player.reward
+        found[f"player/{player.name}/success"] = float(player.success)
+    return found
+
+
+def _means(numbers: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    by_name: dict[str, list[float]] = {}
+    for one in numbers:
+        for name, value in one.items():
+            by_name.setdefault(name, []).append(value)
+    return {name: statistics.fmean(values) for name, values in by_name.items()}

@@ -210,6 +210,18 @@ class Grammar(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=T
     turns: list[int]
 
 
+class Player(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """One of several players of an episode: its turns, and its own outcome.
+
+    `reward` includes the penalties of its turns. `turns` ascend; there are none if it never moved.
+    """
+
+    name: str
+    reward: float
+    success: bool
+    turns: list[int]
+
+
 class Trajectory(msgspec.Struct, kw_only=True, eq=False, dict=True, forbid_unknown_fields=True):
     """One finished episode of one group member.
 
@@ -220,6 +232,8 @@ class Trajectory(msgspec.Struct, kw_only=True, eq=False, dict=True, forbid_unkno
     `reward` is the outcome including penalties; `terms` its parts by name, without their weights;
     `metrics` the environment's own numbers; `timing` holds seconds by phase. What `vars` holds is
     not part of the episode (see `protocol/trajectories.py`).
+    `players`: those of an episode of several, in the order of the configuration; each turn is one
+    player's, and so are all turns of a sequence. `reward` is then the mean of theirs.
     """
 
     group_id: int
@@ -243,6 +257,7 @@ class Trajectory(msgspec.Struct, kw_only=True, eq=False, dict=True, forbid_unkno
     terms: dict[str, float] = {}
     metrics: dict[str, float] = {}
     grammars: list[Grammar] = []
+    players: list[Player] = []
 
     def __post_init__(self) -> None:
         turns = len(self.turn_rewards)
@@ -271,6 +286,35 @@ class Trajectory(msgspec.Struct, kw_only=True, eq=False, dict=True, forbid_unkno
             _require(not beyond, "turns", "beyond the last turn reward")
             if self.policy != "scripted" and not sequence.versions:
                 _require(not sequence.action_tokens, "versions", "missing")
+        if self.players:
+            self._check_players(turns)
+
+    def _check_players(self, turns: int) -> None:
+        """Raise ValueError unless every turn, and every sequence, is one player's."""
+        names = [player.name for player in self.players]
+        _require(all(names) and len(set(names)) == len(names), "players.name", names)
+        owner_K = np.full(turns, -1)
+        for index, player in enumerate(self.players):
+            _require(math.isfinite(player.reward), f"players.{player.name}", player.reward)
+            given = player.turns
+            fits = given == sorted(set(given)) and all(0 <= turn < turns for turn in given)
+            _require(fits, "players.turns", given)
+            _require(bool((owner_K[given] < 0).all()), "players.turns", "one of two players")
+            owner_K[given] = index
+        _require(bool((owner_K >= 0).all()), "players.turns", "a turn is no player's")
+        for sequence in self.sequences:
+            owners = owner_K[sequence.turns[sequence.roles == _ACTION]]
+            _require(len(set(owners.tolist())) <= 1, "sequences", "one of two players")
+
+    @property
+    def part(self) -> str:
+        """Name of the player whose part of an episode this is, "" for a whole episode."""
+        return self.players[0].name if len(self.players) == 1 else ""
+
+    def player_of(self, sequence: Sequence) -> str:
+        """Return the player whose turns a sequence holds, "" if it has none or there is one."""
+        turns = sequence.turns[sequence.roles == _ACTION][:1].tolist()
+        return next((one.name for one in self.players if set(turns) & set(one.turns)), "")
 
     @property
     def trajectory_id(self) -> str:
@@ -296,6 +340,8 @@ class Trajectory(msgspec.Struct, kw_only=True, eq=False, dict=True, forbid_unkno
 class Group(msgspec.Struct, kw_only=True, eq=False, forbid_unknown_fields=True):
     """All members of one ticket in member order, as the learner receives them.
 
+    The learner makes groups of the players' parts of episodes, which may hold several of a member.
+
     `use` counts from 0 under reuse. `head` are the newest weights at the choice of the learner's
     take; a take that is repeated after a RESUME keeps them, so that its lags are unchanged. None
     stands for the learner's present weights.
@@ -310,8 +356,10 @@ class Group(msgspec.Struct, kw_only=True, eq=False, forbid_unknown_fields=True):
     head: WeightId | None = None
 
     def __post_init__(self) -> None:
-        members = [trajectory.member for trajectory in self.trajectories]
-        _require(members == sorted(set(members)) and members != [], "trajectories", members)
+        members = [one.member for one in self.trajectories]
+        parts = {(one.member, one.part) for one in self.trajectories}
+        fits = members == sorted(members) and len(parts) == len(members) > 0
+        _require(fits, "trajectories", members)
 
 
 def _refuse_logprobs(logprobs: Array) -> None:

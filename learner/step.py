@@ -2,7 +2,7 @@
 
 The values of an rl step follow from one another, and none changes afterwards:
 
-    select → collate → log-probs → values → rewards → advantages → updates
+    players' groups → select → collate → log-probs → values → rewards → advantages → updates
 
 This module knows nothing of sockets, published versions or files besides checkpoints.
 """
@@ -32,11 +32,12 @@ from learner.advantage.rewards import label_metrics, rewards_of
 from learner.data.batch import Batch, LogProbs, Minibatch, Values
 from learner.data.collate import Internalise, Lag, collate, lag_table
 from learner.data.copied import Decode, copies
+from learner.data.players import fates, groups_by_player
 from learner.data.selection import select
 from learner.diagnostics.bad_steps import BadSteps
 from learner.diagnostics.histograms import step_histograms
 from learner.diagnostics.offpolicy import trajectory_metrics
-from learner.diagnostics.rollouts import copied_metrics, taken_metrics
+from learner.diagnostics.rollouts import copied_metrics, taken_metrics, trained_by_player
 from learner.diagnostics.step_result import NON_FINITE, TRUNCATED, StepResult, Trained
 from learner.loss.dpo import PreferenceLoss, pair_signs, pairs
 from learner.loss.objective import Objective
@@ -96,10 +97,11 @@ class Updater(Models):
         steps: int,
     ) -> StepResult:
         """Train one step on rollouts."""
-        chosen = select(groups, stage.selection, seed=self.config.run.seed)
-        metrics = taken_metrics(stage, groups) | chosen.metrics
+        split = groups_by_player(groups, stage.advantage.baseline)
+        chosen = select(split, stage.selection, seed=self.config.run.seed)
+        metrics = taken_metrics(stage, groups, split) | chosen.metrics
         if not chosen.groups:
-            return StepResult([], chosen.filtered, 0, 0, metrics)
+            return StepResult(*fates([], chosen.filtered), 0, 0, metrics)
         lags = lag_table(chosen.groups, state.head, forks)
         batch = self._collate(stage, chosen.groups, lags)
         self.ranks.plan(batch.whole(), self.layout, gradient=True)
@@ -164,7 +166,7 @@ class Updater(Models):
         self.ranks.plan(batch.whole(), self.layout, gradient=True)
         applied = self._update(stage, batch.whole(), supervised_loss, state, steps)
         self._check_finite(state, applied, batch)
-        metrics = taken_metrics(stage, groups) | applied.metrics
+        metrics = taken_metrics(stage, groups, groups) | applied.metrics
         result = _result(applied, groups, {}, metrics)
         return replace(result, histograms=_trajectory_histograms(batch))
 
@@ -177,10 +179,11 @@ class Updater(Models):
         steps: int,
     ) -> StepResult:
         """Train one step on preferences: the best member of each group against its worst."""
-        chosen = pairs(groups, stage.selection.by, masked=stage.loss.mask_truncated)
-        metrics = taken_metrics(stage, groups)
+        split = groups_by_player(groups, stage.advantage.baseline)
+        chosen = pairs(split, stage.selection.by, masked=stage.loss.mask_truncated)
+        metrics = taken_metrics(stage, groups, split)
         if not chosen.groups:
-            return StepResult([], chosen.filtered, 0, 0, metrics)
+            return StepResult(*fates([], chosen.filtered), 0, 0, metrics)
         lags = lag_table(chosen.groups, state.head, forks)
         batch = self._collate(stage, chosen.groups, lags, whole_groups=True)
         self.ranks.plan(batch.whole(), self.layout, gradient=True)
@@ -326,15 +329,20 @@ def _result(
     unfit: Mapping[str, Collection[int]] = MappingProxyType({}),
     data: Trained | None = None,
 ) -> StepResult:
-    """Sum up a step; groups without an applied update do not train.
+    """Sum up a step; groups without an applied update do not train. `groups`: of players, where an
+    episode has several.
 
     `unfit`: indices of groups that could not, by reason.
     """
-    lost = applied.lost(groups, unfit)
-    gone = {group_id for ids in lost.values() for group_id in ids}
+    lost = applied.lost(unfit)
+    gone = {index for indices in lost.values() for index in indices}
+    kept = [group for index, group in enumerate(groups) if index not in gone]
+    metrics = metrics | trained_by_player(kept)
+    lost_ids = {why: [groups[i].group_id for i in indices] for why, indices in lost.items()}
+    trained, filtered = fates([group.group_id for group in kept], filtered | lost_ids)
     return StepResult(
-        trained=[group.group_id for group in groups if group.group_id not in gone],
-        filtered=filtered | lost,
+        trained=trained,
+        filtered=filtered,
         updates=len(applied.minibatches),
         tokens=sum(minibatch.tokens for minibatch in applied.minibatches),
         metrics=metrics if applied.failure is None else metrics | {"alarm/non_finite": 1.0},

@@ -200,6 +200,9 @@ def _check_agent(config: Config, name: str, env: base.Env) -> None:
     needed = env.agent if isinstance(env, base.Delegated) else ""
     if needed and config.rollout.agent != needed:
         raise ConfigError(f"rollout.agent: must be {needed} for these env.params of {name}")
+    if isinstance(env, base.Delegated) and needed and config.rollout.players != [*env.players]:
+        named = f"[{', '.join(env.players)}]"
+        raise ConfigError(f"rollout.players: must be {named} for these env.params of {name}")
 
 
 def _check_service(config: Config, name: str, env: base.Env, probed: set[str]) -> None:

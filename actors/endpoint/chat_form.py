@@ -1,6 +1,7 @@
 """OpenAI's chat completions: their requests, and answers as one JSON object or as events; pure."""
 
 import json
+from collections.abc import Collection
 from typing import Any
 
 from actors.endpoint import request as parts
@@ -125,10 +126,11 @@ def refusal(refused: RequestRefused) -> bytes:
     return _json({"error": error | {"code": refused.code}})
 
 
-def models() -> bytes:
-    """Encode the list of models, which has one entry."""
-    model = {"id": "policy", "object": "model", "created": 0, "owned_by": "evolver-async"}
-    return _json({"object": "list", "data": [model]})
+def models(players: Collection[str]) -> bytes:
+    """Encode the list of models: one for each player, which are the same policy, or one in all."""
+    model = {"object": "model", "created": 0, "owned_by": "evolver-async"}
+    entries = [{"id": name, **model} for name in players or [parts.POLICY]]
+    return _json({"object": "list", "data": entries})
 
 
 def listed(answer: Completion) -> list[dict[str, Any]]:

@@ -2,7 +2,8 @@
 
 POST /episodes/start        waits for a member of a ticket; returns its task, base URL, API key
 POST /episodes/<id>/finish  {"reward": 1.0, "success": true, "metrics": {"name": 2}}, of which a
-                            reward is enough; or {"error": "why it has none"}
+                            reward is enough (that of each player by name, where there are
+                            several); or {"error": "why it has none"}
 
 Both need the key of `rollout.endpoint.key_env`. An episode's own key does not open them: the
 program that the policy drives has that one, and must not set its own reward.
@@ -16,8 +17,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from actors.endpoint.outcome import AgentOutcome, outcome_of
-from actors.endpoint.request import RequestRefused
+from actors.endpoint.outcome import AgentOutcome, outcome_of, require_rewards
+from actors.endpoint.request import POLICY, RequestRefused
 from actors.endpoint.session import EndpointSession
 from evolver_async.config import ConfigError
 from evolver_async.config.secrets import secret
@@ -49,7 +50,7 @@ class _Running(NamedTuple):
 
 
 class _End(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    reward: float | None = None
+    reward: float | dict[str, float] | None = None
     success: bool | None = None
     metrics: Mapping[str, float] = MappingProxyType({})
     error: str = ""
@@ -100,10 +101,17 @@ class ExternalEpisodes:
     ) -> AgentOutcome | None:
         """Hand an episode to the agent that `started` it; return the outcome once it is finished,
         None if a judge is to score it. Raise ExternalFailure."""
-        given = {"episode": opened.id, "base_url": opened.base_url, "api_key": opened.key}
-        started.set_result(
-            msgspec.json.encode({**given, "model": "policy", "task": task, "seed": seed})
-        )
+        players = session.setting.players
+        given = {
+            "episode": opened.id,
+            "base_url": opened.base_url,
+            "api_key": opened.key,
+            "model": players[0] if players else POLICY,
+            "players": players,
+            "task": task,
+            "seed": seed,
+        }
+        started.set_result(msgspec.json.encode(given))
         outcome = asyncio.get_running_loop().create_future()
         self._running[opened.id] = _Running(session, outcome)
         try:
@@ -116,7 +124,7 @@ class ExternalEpisodes:
 
     def finish(self, episode: str, body: bytes) -> bytes:
         """End an episode; to repeat the call changes nothing. Raise RequestRefused."""
-        end, outcome = self._read(body)
+        end = self._read(body)
         if episode in self._ended:
             known = self._ended[episode]
             if known is None:
@@ -133,23 +141,34 @@ class ExternalEpisodes:
         elif not running.session.recorder.turns:
             raise RequestRefused("no call of the episode was answered", "no_calls", 409)
         else:
-            running.outcome.set_result(outcome)
+            running.outcome.set_result(self._outcome(end, running.session))
             self._ended[episode] = end
         return msgspec.json.encode({"episode": episode})
 
-    def _read(self, body: bytes) -> tuple[_End, AgentOutcome | None]:
+    def _read(self, body: bytes) -> _End:
         try:
             end = msgspec.json.decode(body or b"{}", type=_End)
-            if end.error or (self.judged and end.reward is None):
-                return end, None
-            if self.judged:
+            if end.reward is not None and self.judged and not end.error:
                 raise ValueError("reward: rollout.agent_reward is judged")
-            if end.reward is None:
+            if not (end.error or self.judged or end.reward is not None):
                 raise ValueError("reward: is missing")
-            success = end.reward >= 1 if end.success is None else end.success
-            return end, outcome_of(AgentOutcome(end.reward, success, end.metrics))
         except ValueError as error:  # msgspec's errors are some
             raise RequestRefused(str(error)[:500]) from None
+        return end
+
+    def _outcome(self, end: _End, session: EndpointSession) -> AgentOutcome | None:
+        """Return the outcome of an episode, None if a judge scores it. Raise RequestRefused."""
+        if end.reward is None:
+            return None
+        try:
+            players = session.setting.players
+            outcome = outcome_of(end.reward, players)
+            success = outcome.success if end.success is None else end.success
+            outcome = outcome_of(AgentOutcome(outcome.reward, success, end.metrics), players)
+            require_rewards(outcome, session.recorder.players)
+        except ValueError as error:
+            raise RequestRefused(str(error)[:500]) from None
+        return outcome
 
 
 def start_key(key_env: str) -> str:

@@ -3,7 +3,8 @@
 A call continues a stream only if its context begins with exactly the stream's tokens. If its
 messages continue the recorded ones, this holds by construction, as recorded messages are never
 tokenised again. Otherwise the tokens are compared. Every other call starts a new stream, in which
-tokens sampled earlier have the role PROMPT, so that no token is trained twice.
+tokens sampled earlier have the role PROMPT, so that no token is trained twice. A stream is of one
+player.
 """
 
 from dataclasses import dataclass, field
@@ -30,6 +31,7 @@ class ChatThread:
     """A stream and its messages. `busy`: a call in flight continues it."""
 
     number: int
+    player: str
     tools: str = ""
     stream: Stream = field(default_factory=Stream)
     history: tuple[ChatMessage, ...] = ()
@@ -55,18 +57,25 @@ class PendingCall(NamedTuple):
 
 
 class Recorder:
-    """Threads of one episode. `merged`: number of calls that continued a thread."""
+    """Threads of one episode. `merged`: number of calls that continued a thread; `players`: the
+    player of every turn, "" where there is one alone."""
 
     def __init__(self, template: Template) -> None:
         self.merged = 0
-        self.turns = 0
+        self.players: list[str] = []
         self._template = template
         self._threads: list[ChatThread] = []
         self._numbers = 0
 
-    def begin(self, request: ChatRequest) -> PendingCall:
-        """Prepare a call's context; `finish` or `abandon` must follow. Raise RequestRefused."""
-        pending = self._begin(request)
+    @property
+    def turns(self) -> int:
+        """Number of finished calls."""
+        return len(self.players)
+
+    def begin(self, request: ChatRequest, player: str = "") -> PendingCall:
+        """Prepare the context of a player's call; `finish` or `abandon` must follow. Raise
+        RequestRefused."""
+        pending = self._begin(request, player)
         try:
             given = self._template.given(request, pending.context)
         except RequestRefused:
@@ -75,17 +84,17 @@ class Recorder:
         tokens = pending.tokens + self._template.tokens_of(given)
         return pending._replace(tokens=tokens, given=given)
 
-    def _begin(self, request: ChatRequest) -> PendingCall:
+    def _begin(self, request: ChatRequest, player: str) -> PendingCall:
         """Prepare the context up to where the answer begins."""
-        thread, point = self._longest_match(request)
+        thread, point = self._longest_match(request, player)
         if thread is None or point is None:
-            return self._from_template(request)
+            return self._from_template(request, player)
         last = thread.stream.tokens[point.tokens - 1]
         delta = self._template.next(request, point.messages, point.ids, last)
         if point is thread.points[-1] and not thread.busy:
             thread.busy = True
             return PendingCall(request=request, thread=thread, tokens=delta, merged=True)
-        return self._new(request, thread.stream.tokens[: point.tokens] + delta)
+        return self._new(request, player, thread.stream.tokens[: point.tokens] + delta)
 
     def finish(
         self,
@@ -103,7 +112,7 @@ class Recorder:
         thread.tools = pending.request.tools_text
         thread.points.append(TurnEnd(len(thread.history), len(thread.stream.tokens), ids))
         thread.busy = False
-        self.turns += 1
+        self.players.append(thread.player)
         self.merged += pending.merged
         if not pending.merged:
             self._threads.append(thread)
@@ -120,15 +129,17 @@ class Recorder:
         """Return the messages of each thread."""
         return [thread.history for thread in self._threads]
 
-    def _longest_match(self, request: ChatRequest) -> tuple[ChatThread | None, TurnEnd | None]:
-        """Find the longest recorded history that the messages begin with.
+    def _longest_match(
+        self, request: ChatRequest, player: str
+    ) -> tuple[ChatThread | None, TurnEnd | None]:
+        """Find the longest recorded history of the player that the messages begin with.
 
         Of equally long ones a thread that can be continued is preferred.
         """
         best: tuple[int, bool] = (0, False)
         found: tuple[ChatThread | None, TurnEnd | None] = (None, None)
         for thread in self._threads:
-            if thread.tools != request.tools_text:
+            if thread.player != player or thread.tools != request.tools_text:
                 continue
             common = 0
             for recorded, received in zip(thread.history, request.messages, strict=False):
@@ -143,18 +154,19 @@ class Recorder:
                     break
         return found
 
-    def _from_template(self, request: ChatRequest) -> PendingCall:
+    def _from_template(self, request: ChatRequest, player: str) -> PendingCall:
         """Render the whole conversation; continue a stream if its tokens are a prefix."""
         tokens = self._template.first(request)
         for thread in self._threads:
             known = thread.stream.tokens
-            if not thread.busy and len(known) < len(tokens) and tokens[: len(known)] == known:
+            open_end = thread.player == player and not thread.busy
+            if open_end and len(known) < len(tokens) and tokens[: len(known)] == known:
                 thread.busy = True
                 rest = tokens[len(known) :]
                 return PendingCall(request=request, thread=thread, tokens=rest, merged=True)
-        return self._new(request, tokens)
+        return self._new(request, player, tokens)
 
-    def _new(self, request: ChatRequest, tokens: list[int]) -> PendingCall:
+    def _new(self, request: ChatRequest, player: str, tokens: list[int]) -> PendingCall:
         self._numbers += 1
-        thread = ChatThread(number=self._numbers - 1)
+        thread = ChatThread(number=self._numbers - 1, player=player)
         return PendingCall(request=request, thread=thread, tokens=tokens, merged=False)

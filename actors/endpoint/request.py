@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from actors.endpoint.tools import ChatToolCall, canonical
 from actors.formats.chat import encodable
 
+POLICY = "policy"  # name of the model where no player has one
 MAX_STOPS, MAX_CHOICES = 4, 128  # of choices OpenAI's limit
 SAMPLED: dict[str, tuple[Any, ...]] = {  # keys that change the sampling, with their neutral values
     "top_p": (None, 1),
@@ -236,4 +237,4 @@ def stop_of(value: Any, name: str = "stop") -> tuple[str, ...]:
 
 
 def model_of(value: Mapping[str, Any]) -> str:
-    return value["model"] if isinstance(value.get("model"), str) else "policy"
+    return value["model"] if isinstance(value.get("model"), str) else POLICY

@@ -7,13 +7,21 @@ elsewhere, and asks for episodes: then a member waits for one, and its time begi
 import asyncio
 import logging
 from collections import Counter
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from actors.endpoint.external import ExternalEpisodes, OpenedEpisode, Started
 from actors.endpoint.group_judge import GroupJudge
-from actors.endpoint.outcome import Agent, AgentOutcome, load_agent, outcome_of
+from actors.endpoint.outcome import (
+    Agent,
+    AgentOutcome,
+    load_agent,
+    outcome_of,
+    paid,
+    require_rewards,
+)
 from actors.endpoint.server import EndpointServer
 from actors.endpoint.session import EndpointSession
 from actors.endpoint.template import Template
@@ -214,7 +222,7 @@ class AgentRunner:
         An agent that raises after a call was refused at a limit has the reward 0 and is not counted
         as failed. Raise _AgentError, or the exception that the engine raised.
         """
-        returned: AgentOutcome | float | None = None
+        returned: AgentOutcome | float | Mapping[str, float] | None = None
         try:
             seed, task = key(ticket.dynamics_seed, member), ticket.task
             if self._external is not None and started is not None:
@@ -236,7 +244,9 @@ class AgentRunner:
         if self.judge is not None:
             return None
         try:
-            return outcome_of(returned)
+            outcome = outcome_of(returned, session.setting.players)
+            require_rewards(outcome, session.recorder.players)
+            return outcome
         except ValueError as error:
             raise _AgentError("no_reward", error) from None
 
@@ -259,7 +269,9 @@ class AgentRunner:
         """Raise AgentFailure for a reward that the buffer would refuse."""
         session = played.session
         rewards, flags = session.arrays()
-        rewards[-1] += outcome.reward + (setting.truncated_reward if session.limited else 0.0)
+        bonus = setting.truncated_reward if session.limited else 0.0
+        moved = session.recorder.players
+        players = paid(outcome, setting.players, moved, rewards, bonus)
         sequences = session.recorder.sequences()
         self._counts["episodes"] += 1
         self._counts["calls"] += len(flags)
@@ -290,6 +302,7 @@ class AgentRunner:
                 scores=[],
                 metrics=outcome.metrics,
                 grammars=session.grammars,
+                players=players,
             )
         except RewardTooLarge as error:
             self._counts["no_reward"] += 1

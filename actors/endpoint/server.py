@@ -217,7 +217,7 @@ class EndpointServer:
         if session is None:
             raise RequestRefused("the episode has ended", "no_episode", 404)
         if (method, path) == ("GET", "v1/models"):
-            return JSON, chat_form.models()
+            return JSON, chat_form.models(session.setting.players)
         form = FORMS.get(path)
         if form is None or method != "POST":
             raise RequestRefused(f"{method} {path} is not supported", "not_found", 404)

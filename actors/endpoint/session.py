@@ -20,6 +20,7 @@ from evolver_async.protocol.transcripts import Turn
 from evolver_async.randomness import key
 from evolver_async.schema import FAILED_CALL, Grammar, Ticket, TurnFlag
 
+MODEL_UNKNOWN = "model_not_found"  # as OpenAI's API says it
 MAX_GRAMMARS = 32 << 10  # characters of an episode's; the header of a trajectory has twice that
 
 
@@ -118,8 +119,9 @@ class EndpointSession:
             self.limited = True
             text = f"an episode has at most {self.setting.max_turns} calls"
             raise RequestRefused(text, "max_turns")
+        player = self._player(request)
         grammar = self._grammar(request)
-        pending = self.recorder.begin(request)
+        pending = self.recorder.begin(request, player)
         try:
             generation = await self._generate(pending, grammar)
             answer = self._record(pending, generation, grammar)
@@ -128,6 +130,16 @@ class EndpointSession:
             raise
         self.progress.count += len(generation.tokens)
         return answer
+
+    def _player(self, request: ChatRequest) -> str:
+        """Return the player of a call, "" where there is one alone. Raise RequestRefused."""
+        players = self.setting.players
+        if not players:
+            return ""
+        if request.model not in players:
+            known = f"none of the players {', '.join(players)} (rollout.players)"
+            raise RequestRefused(f"model: {request.model[:100]!r} is {known}", MODEL_UNKNOWN, 404)
+        return request.model
 
     async def answered(self, timeout_s: float) -> None:
         """Wait until no call is being answered, for at most `timeout_s`."""
@@ -150,8 +162,12 @@ class EndpointSession:
         rewards = [penalty if flag & TurnFlag.FORMAT_ERROR else 0.0 for flag in self.flags]
         flags = np.array(self.flags, np.uint8)
         if self.late and self.limited:
-            flags[-1] |= TurnFlag.LATE
+            flags[self._lasts()] |= np.uint8(TurnFlag.LATE)
         return np.array(rewards, np.float32), flags
+
+    def _lasts(self) -> list[int]:
+        """Return the last turn of each player."""
+        return list({player: turn for turn, player in enumerate(self.recorder.players)}.values())
 
     @property
     def grammars(self) -> list[Grammar]:
@@ -184,8 +200,9 @@ class EndpointSession:
         room = min(self.ticket.sampling.max_tokens, self.setting.max_length - len(context))
         if room < 1:
             self.limited = True
-            if self.flags:
-                self.flags[-1] |= TurnFlag.FULL
+            players, player = self.recorder.players, pending.thread.player
+            if player in players:
+                self.flags[-1 - players[::-1].index(player)] |= TurnFlag.FULL
             limit = self.setting.max_length
             text = f"a conversation of {len(context)} tokens leaves no room in {limit}"
             raise RequestRefused(text, "context_length_exceeded")

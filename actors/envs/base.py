@@ -146,6 +146,7 @@ class Delegated(Env, Protocol):
     """Environment whose tasks only an agent can play."""
 
     agent: str  # its import path, for `rollout.agent`; "": these parameters need none
+    players: tuple[str, ...]  # that it names, for `rollout.players`
 
 
 @runtime_checkable

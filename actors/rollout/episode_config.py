@@ -56,6 +56,7 @@ class Setting:
     hints: int = 5  # entries that guide a scripted episode at most
     hint_chars: int = MAX_CHARS  # of all of them
     max_reward: float = math.inf  # of either sign; the buffer refuses a larger one
+    players: tuple[str, ...] = ()  # of an agent's episodes; (): there is one
     scored: float = 0.0  # share of episodes in which the environment's score is read every turn
     format_name: str = "think_answer"  # of the turn format in the configuration
     failures: FailureCounts = field(default_factory=FailureCounts)
@@ -97,6 +98,7 @@ def setting_of(
         window=rollout.window,
         truncated_reward=rollout.truncated_reward,
         max_reward=config.safety.max_reward,
+        players=tuple(rollout.players),
         recorded=config.experience.kind != "none"
         or config.judge.kind not in ("none", "rule")
         or bool(config.reward.terms)

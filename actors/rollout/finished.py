@@ -1,6 +1,7 @@
 """Finished episodes: the trajectory that is sent, and what follows from an episode besides."""
 
 import math
+import statistics
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -10,7 +11,7 @@ import numpy as np
 from actors.rollout.episode_config import Setting
 from evolver_async.protocol.transcripts import Transcript, Turn
 from evolver_async.randomness import key
-from evolver_async.schema import REWARD_ROUNDING, Grammar, Sequence, Ticket, Trajectory
+from evolver_async.schema import REWARD_ROUNDING, Grammar, Player, Sequence, Ticket, Trajectory
 
 
 @dataclass(frozen=True)
@@ -70,13 +71,18 @@ def assembled(
     scores: list[float],
     metrics: Mapping[str, float],
     grammars: Iterable[Grammar] = (),
+    players: Iterable[Player] = (),
 ) -> Finished:
     """Assemble a finished episode of K turns without labels. `rewards`, `flags`: K each;
     `content`: the text that tells its task; `outcome`: success and termination; `seconds`: in the
-    environment, of generation, in all; `metrics`: the environment's own. Raises RewardTooLarge."""
+    environment, of generation, in all; `metrics`: the environment's own; `players`: those of an
+    episode of several, whose mean reward is the episode's. Raises RewardTooLarge."""
     reward = math.fsum(rewards)
     turn_rewards = np.fromiter(rewards, np.float32)
-    refuse_large(setting.max_reward, reward, turn_rewards)
+    if own := [player.reward for player in players]:
+        reward = statistics.fmean(own)
+    for one in (reward, *own):
+        refuse_large(setting.max_reward, one, turn_rewards)
     trajectory = Trajectory(
         group_id=ticket.group_id,
         member=member,
@@ -97,6 +103,7 @@ def assembled(
         policy=policy,
         metrics=dict(metrics),
         grammars=[*grammars],
+        players=[*players],
         timing=dict(zip(("env_s", "generate_s", "total_s"), seconds, strict=True)),
     )
     transcript = Transcript(

@@ -15,6 +15,7 @@ from evolver_async.buffer.state.ledger import Amount
 from evolver_async.lineages import ends
 from evolver_async.protocol import messages
 from evolver_async.protocol.messages import Reply
+from evolver_async.rewards import player_outcomes
 from evolver_async.schema import REWARD_ROUNDING, SCRIPTED, Trajectory
 
 RETRY_S = 1.0
@@ -87,7 +88,9 @@ class Arrivals:
             return f"attempt: {trajectory.attempt}, the last one granted is {owner.attempt}"
         bound = self.max_rewards[held.stage]
         turns = max(map(abs, trajectory.turn_rewards.tolist()), default=0.0)
-        for name, size in (("reward", abs(trajectory.reward)), ("turn_rewards", turns)):
+        own = max((abs(one.reward) for one in trajectory.players), default=0.0)
+        sizes = ("reward", abs(trajectory.reward)), ("turn_rewards", turns), ("players.reward", own)
+        for name, size in sizes:
             if size > bound * REWARD_ROUNDING:
                 return f"{name}: {size:g}, the largest that safety.max_reward allows is {bound:g}"
         expected = "scripted" if held.kind in SCRIPTED else "learned"
@@ -104,8 +107,10 @@ class Arrivals:
 
 
 def own_numbers(trajectory: Trajectory) -> dict[str, float]:
-    """Return the reward terms and the environment's own numbers, by the ends of their metrics."""
+    """Return the reward terms, the outcomes of players and the environment's own numbers, by the
+    ends of their metrics."""
     terms = {f"reward/{name}": value for name, value in trajectory.terms.items()}
+    terms |= player_outcomes(trajectory)
     return terms | {f"env/{name}": value for name, value in trajectory.metrics.items()}
 
 
@@ -129,4 +134,5 @@ def _arrival(trajectory: Trajectory, tokens: int) -> records.Arrived:
         turns=len(trajectory.turn_rewards),
         sampled=ends(trajectory),
         numbers=own_numbers(trajectory),
+        players={one.name: (one.reward, one.success) for one in trajectory.players if one.turns},
     )

@@ -16,7 +16,7 @@ FAMILIES: dict[str, tuple[str, ...]] = {
         *("train", "staleness", "offpolicy", "offpolicy_guided", "offpolicy_unguided", "loss"),
         *("learner", "critic", "dpo", "selection", "overlong", "boost", "advantage", "histogram"),
         *("safety", "alarm", "buffer", "actors", "censor", "weights", "wandb", "trajectories"),
-        *("guidance", "offpolicy_swapped", "env", "engine"),
+        *("guidance", "offpolicy_swapped", "env", "engine", "player"),
         *(f"lag_{bucket}" for bucket in ("0", "1", "2", "3-4", "5-8", "9+")),
     ),
     ENV_STEPS: (
@@ -38,7 +38,7 @@ EVAL_METRICS = tuple(  # of an evaluation; those of its sets are eval/<set>/<nam
 )
 SET_METRIC = re.compile(
     r"eval/[^/]+/((avg|best|reward_best)@\d+|reward_mean|turns_mean|episodes|lost|distinct"
-    r"|(reward|env)/[\w.@-]+)"
+    r"|(reward|env)/[\w.@-]+|player/[\w-]+/(reward|success))"
 )
 
 BEST = {  # the best or the worst value beside the last one
@@ -75,7 +75,7 @@ def bounds_of(name: str) -> tuple[float, float]:
 
 def evaluated(name: str) -> bool:
     """True if an evaluation or one of its sets can have the metric."""
-    known = name in EVAL_METRICS or name.startswith(("eval/reward/", "eval/env/"))
+    known = name in EVAL_METRICS or name.startswith(("eval/reward/", "eval/env/", "eval/player/"))
     return known or SET_METRIC.fullmatch(name) is not None
 
 

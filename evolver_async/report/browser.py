@@ -7,6 +7,7 @@ trajectories. Ratios and advantages come from samples/, where the learner writes
 import base64
 import json
 import zlib
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -136,16 +137,19 @@ class Measurements:
         self._paths = {_step_of(path): path for path in directory.glob("step_*.jsonl")}
         self._rows = lru_cache(STEPS)(self._read)
 
-    def of(self, one: RecordedTrajectory) -> dict[str, Any] | None:
-        """Return the row of the newest step that measured a trajectory, with the step."""
+    def of(self, one: RecordedTrajectory) -> dict[str, dict[str, Any]]:
+        """Return the rows of the newest step that measured a trajectory by player, with the step:
+        one "" where there is a single player, {} if none measured it."""
         for use in reversed(one.trainings):
-            if row := self._rows(use.step).get(one.id):
-                return row | {"step": use.step}
-        return None
+            if rows := self._rows(use.step).get(one.id):
+                return {player: row | {"step": use.step} for player, row in rows.items()}
+        return {}
 
-    def _read(self, step: int) -> dict[str, dict[str, Any]]:
-        rows = Tail(self._paths[step]).rows() if step in self._paths else []
-        return {row["trajectory"]: row for row in rows}
+    def _read(self, step: int) -> dict[str, dict[str, dict[str, Any]]]:
+        found: dict[str, dict[str, dict[str, Any]]] = {}
+        for row in Tail(self._paths[step]).rows() if step in self._paths else []:
+            found.setdefault(row["trajectory"], {})[row.get("player", "")] = row
+        return found
 
 
 def _step_of(path: Path) -> int:
@@ -155,6 +159,7 @@ def _step_of(path: Path) -> int:
 def _body(one: RecordedTrajectory, table: TokenTable, measured: Measurements) -> dict[str, Any]:
     whole = one.load()
     encoded = [table.encode(sequence) for sequence in whole.sequences]
+    players = [whole.player_of(sequence) for sequence in whole.sequences]
     body = {
         "s": encoded,
         "guided": any(role == Role.EXPERIENCE for part in encoded for role, _, _ in part["r"]),
@@ -165,6 +170,8 @@ def _body(one: RecordedTrajectory, table: TokenTable, measured: Measurements) ->
         "source": whole.label_source,
         "actor": whole.actor,
         "policy": whole.policy,
+        "players": [[one.name, round(one.reward, DIGITS)] for one in whole.players],
+        "of": players,
         "end": "terminated" if whole.terminated else "truncated" if whole.truncated else "open",
         "experience": whole.experience_ids,
         "seconds": round(whole.timing.get("total_s", 0.0), 3),
@@ -172,12 +179,29 @@ def _body(one: RecordedTrajectory, table: TokenTable, measured: Measurements) ->
             [use.step, use.lineage, use.lag, use.fate, use.abandoned] for use in one.trainings
         ],
     }
-    row = measured.of(one)
-    if row is not None and len(row["ratios"]) == sum(len(part["p"]) for part in body["s"]):
+    rows = measured.of(one)
+    sizes = Counter[str]()
+    for player, part in zip(players, encoded, strict=True):
+        sizes[player] += len(part["p"])
+    if rows and all(len(row["ratios"]) == sizes[player] for player, row in rows.items()):
         names = ("ratios", "advantages", "anchor_logprobs")
-        body["measured"] = {name: _rounded(row[name]) for name in names}
+        body["measured"] = {name: _merged(rows, players, encoded, name) for name in names}
+        row = next(iter(rows.values()))
         body["measured"] |= {"step": row["step"], "stripped": row["stripped"]}
     return body
+
+
+def _merged(
+    rows: dict[str, dict[str, Any]], players: list[str], encoded: list[dict[str, Any]], name: str
+) -> list[float | None]:
+    """Return a number of every ACTION token in the order of the sequences, each of one of
+    `players`; None for those of a player without a row."""
+    values = {player: iter(_rounded(row[name])) for player, row in rows.items()}
+    return [
+        next(values[player]) if player in values else None
+        for player, part in zip(players, encoded, strict=True)
+        for _ in part["p"]
+    ]
 
 
 def said(body: dict[str, Any], table: TokenTable) -> str:

@@ -47,7 +47,7 @@ def sections(run: RunResults, trajectories: Sequence[RecordedTrajectory]) -> lis
     """Return the sections of a run's page. `trajectories` is empty if the journal is gone."""
     board = CurveBoard(run.steps, run.evaluations, run.events)
     made = [
-        _curves(board, "Learning", (*LEARNING, *_reward_terms(board))),
+        _curves(board, "Learning", (*LEARNING, *_reward_terms(board), *_players(board))),
         *_eval_sets(board),
         *_mechanisms(board),
         _off_policy(board, [] if run.missing else trajectories),
@@ -78,6 +78,21 @@ def _reward_terms(board: CurveBoard) -> list[Curve]:
             {f"{evaluated}{name}": "evaluation"},
         )
         for name in sorted(set(names))
+    ]
+
+
+def _players(board: CurveBoard) -> list[Curve]:
+    """Return a figure of the players' rewards and one of their successes, if there are several."""
+    measured = [name.split("/") for name in board.all_steps.names]
+    names = [parts[1] for parts in measured if parts[0] == "player" and parts[-1] == "reward"]
+    return [
+        Curve(
+            f"{what.capitalize()} by player",
+            {f"player/{name}/{what}": name for name in names},
+            {f"eval/player/{name}/{what}": f"{name}, evaluation" for name in names},
+        )
+        for what in ("reward", "success")
+        if names
     ]
 
 

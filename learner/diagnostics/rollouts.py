@@ -1,11 +1,12 @@
 """Metrics of the groups of one take. Pure."""
 
+from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
 
 from evolver_async.config import Config
-from evolver_async.rewards import alike, term_means
+from evolver_async.rewards import alike, player_means, term_means
 from evolver_async.schema import FAILED_CALL, Array, Group, TurnFlag
 from learner.data.batch import Batch
 from learner.data.collate import guided
@@ -14,9 +15,11 @@ from learner.data.resampling import flagged, tool_calls
 UNREADABLE = np.uint8(TurnFlag.FORMAT_ERROR | FAILED_CALL)
 
 
-def taken_metrics(stage: Config, groups: list[Group]) -> dict[str, float]:
-    """Measure the groups before selection."""
+def taken_metrics(stage: Config, groups: list[Group], split: list[Group]) -> dict[str, float]:
+    """Measure the groups before selection. `split`: those of the players."""
     metrics = rollout_metrics(groups) | length_metrics(groups) | own_metrics(groups)
+    if stage.rollout.players:
+        metrics |= player_metrics(groups, split)
     if stage.reward.terms:
         metrics |= reward_metrics(groups, [term.called for term in stage.reward.terms])
     if stage.experience.kind != "none":
@@ -46,6 +49,31 @@ def rollout_metrics(groups: list[Group]) -> dict[str, float]:
         "train/tool_errors": flagged(calls, TurnFlag.TOOL_ERROR),
         "train/zero_spread": members_alike / len(rewards),
     }
+
+
+def player_metrics(groups: list[Group], split: list[Group]) -> dict[str, float]:
+    """Measure the outcomes of every player over the episodes that have one of it.
+
+    Rewards are compared within the groups that advantages compare them in, those of `split`.
+    """
+    parts = sum(len(group.trajectories) for group in split)
+    metrics = {"train/zero_spread": sum(map(_members_alike, split)) / parts}
+    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+    turns: dict[str, list[int]] = {}
+    for player in (player for one in trajectories for player in one.players):
+        turns.setdefault(player.name, []).append(len(player.turns))
+    for name, found in turns.items():
+        metrics[f"player/{name}/turns_mean"] = float(np.mean(found))
+        metrics[f"player/{name}/trained_groups"] = 0.0
+    return metrics | player_means(trajectories)
+
+
+def trained_by_player(groups: list[Group]) -> dict[str, float]:
+    """Count the groups in which parts of each player trained."""
+    names = Counter(
+        name for group in groups for name in {one.part for one in group.trajectories} if name
+    )
+    return {f"player/{name}/trained_groups": float(count) for name, count in names.items()}
 
 
 def reward_metrics(groups: list[Group], names: Sequence[str]) -> dict[str, float]:

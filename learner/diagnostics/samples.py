@@ -12,7 +12,8 @@ from learner.diagnostics.step_result import Trained
 
 
 def write_samples(path: Path, tokenizer: Any, data: Trained, count: int) -> None:
-    """Write `count` trajectories, spread evenly over the batch.
+    """Write `count` trajectories, spread evenly over the batch; of an episode of several players
+    each has its own.
 
     A line holds the text, the turn that each part of it belongs to, the outcome and its terms, the
     labels, the versions that sampled each turn, and for each ACTION token its behaviour and
@@ -34,6 +35,7 @@ def write_samples(path: Path, tokenizer: Any, data: Trained, count: int) -> None
             anchor_N = data.logprobs.anchor_N[mine_N]
             row = {
                 "trajectory": trajectory.trajectory_id,
+                "player": trajectory.part,
                 "task": tasks[index],
                 "actor": trajectory.actor,
                 "reward": trajectory.reward,

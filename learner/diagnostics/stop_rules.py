@@ -12,6 +12,7 @@ from evolver_async.metrics.writer import Metrics
 from evolver_async.protocol.evaluations import EvalResult
 from evolver_async.protocol.failures import FailureTotal
 from evolver_async.schema import Group
+from learner.data.players import groups_by_player
 from learner.diagnostics.alarms import Alarm, judge
 from learner.diagnostics.group_signals import group_signals
 from learner.diagnostics.judge_rates import judge_rates
@@ -46,7 +47,8 @@ class Guard:
 
         Return the alarms that begin. A pause starts before the next take.
         """
-        signals, found = group_signals(groups), outcome.metrics
+        split = groups_by_player(groups, stage.advantage.baseline)
+        signals, found = group_signals(split), outcome.metrics
         signals["format_errors"] = found["train/format_errors"]
         if "experience/guided_gain" in found:
             signals["guided_gain"] = found["experience/guided_gain"]

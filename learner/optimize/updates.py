@@ -17,7 +17,7 @@ from evolver_async.config import Config
 from evolver_async.config.sections.learner import lr_at
 from evolver_async.metrics.writer import Timers
 from evolver_async.randomness import key
-from evolver_async.schema import Array, Group
+from evolver_async.schema import Array
 from learner.data.batch import Batch, Minibatch
 from learner.diagnostics.offpolicy import Accounting
 from learner.diagnostics.step_result import NON_FINITE, TARGET_KL
@@ -62,15 +62,13 @@ class Applied:
     metrics: dict[str, float]
     accounting: Accounting
 
-    def lost(
-        self, groups: list[Group], unfit: Mapping[str, Collection[int]]
-    ) -> dict[str, list[int]]:
-        """Return the ids of the groups that did not train, by reason; indices `unfit` are some."""
+    def lost(self, unfit: Mapping[str, Collection[int]]) -> dict[str, list[int]]:
+        """Return the indices of the groups that did not train, by reason; `unfit` are some."""
         lost = {NON_FINITE: set[int](), TARGET_KL: set[int]()}
         lost |= {reason: set(found) for reason, found in unfit.items()}
         cut = self.beyond is not None and self.failure is None
         lost[TARGET_KL if cut else NON_FINITE] |= self.left_out
-        return {why: [groups[i].group_id for i in sorted(lost[why])] for why in lost if lost[why]}
+        return {why: sorted(lost[why]) for why in lost if lost[why]}
 
     def trained_P(self, batch: Batch) -> Array:
         """Return which trajectories of the batch are in an applied minibatch, bool[P]."""

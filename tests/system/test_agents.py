@@ -1,4 +1,4 @@
-"""An agent of one's own, trained in a real run: OpenAI's client in a loop of tool calls."""
+"""Agents of one's own, trained in real runs: a loop of tool calls, and two players of a game."""
 
 import statistics
 from pathlib import Path
@@ -51,3 +51,45 @@ def test_an_agent_that_calls_tools_learns_which_arm_to_pull(
     assert last["agent/exceptions"] == last["agent/refused"] == 0
     assert main(["eval", str(run_dir), "--episodes", "8"]) == 0
     assert "success 1.000" in capsys.readouterr().out
+
+
+GAME = """
+env: {{name: bandit}}
+policy: {{hidden_size: 32, layers: 1, heads: 2, intermediate_size: 64, max_length: 64}}
+rollout:
+  {{agent: "tests.support.higher_card:play", players: [even, odd], group_size: 8, max_turns: 2,
+    max_tokens: 8}}
+actors: {{count: 1, groups: 8}}
+advantage: {{std: batch}}
+learner: {{groups_per_step: 8, minibatches: 1, lr: 5e-3, eps: 1e-5, decay: none}}
+stages: [{{kind: rl, steps: {steps}}}]
+eval: {{every: 0, episodes: 16, temperature: 1.0}}
+metrics: {{panel: none, samples: 4}}
+run: {{dir: {runs}, name: game}}
+"""
+
+
+@pytest.mark.slow
+def test_two_players_of_one_policy_learn_from_rewards_that_cancel_out(tmp_path: Path) -> None:
+    recipe, steps = tmp_path / "recipe.yaml", 20
+    recipe.write_text(GAME.format(steps=steps, runs=tmp_path))
+    run_dir = tmp_path / "game"
+    with launching() as launch:
+        one = launch(run_dir, recipe)
+        one.wait_for_steps(steps)
+        code, errors = one.end()
+        assert code == 0, (errors, one.logs())
+    rows = Tail(run_dir / "metrics.jsonl").rows()
+    trained = [row for row in rows if "player/even/reward" in row]
+    assert len(trained) == steps
+    assert all(row["train/reward_mean"] == 0.0 for row in trained), "no whole episode can teach"
+    for player in ("even", "odd"):
+        high = [row[f"env/{player}"] for row in trained]
+        before, after = statistics.fmean(high[:2]), statistics.fmean(high[-2:])
+        assert after >= before + 0.2 and after >= 0.9, high
+    for row in trained:
+        assert row["player/even/reward"] == pytest.approx(-row["player/odd/reward"])
+    (evaluated,) = [row for row in rows if row.get("eval/episodes")][-1:]
+    assert evaluated["eval/env/even"] >= 0.9 and "eval/player/odd/reward" in evaluated
+    samples = Tail(run_dir / "samples" / f"step_{steps:06d}.jsonl").rows()
+    assert {row["player"] for row in samples} <= {"even", "odd"} and samples

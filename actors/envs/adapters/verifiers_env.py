@@ -39,6 +39,7 @@ class Verifiers(Env):
     """
 
     isolation = "thread"
+    players = ()
 
     taskset: str = ""
     kwargs: dict[str, Any] | None = None

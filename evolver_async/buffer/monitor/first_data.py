@@ -93,10 +93,12 @@ class FirstData:
         sums.turns += len(flags)
         sums.cut += sum(TurnFlag.CUT in flag for flag in flags)
         sums.unread += sum(TurnFlag.FORMAT_ERROR in flag for flag in flags)
-        sums.least = min(sums.least, trajectory.reward)
-        sums.largest = max(sums.largest, trajectory.reward)
-        sums.least_earned = min(sums.least_earned, earned)
-        sums.largest_earned = max(sums.largest_earned, earned)
+        # of several players, whose mean can be the same always, each counts
+        own = [one.reward for one in trajectory.players] or [trajectory.reward]
+        sums.least, sums.largest = min(sums.least, *own), max(sums.largest, *own)
+        own = own if trajectory.players else [earned]
+        sums.least_earned = min(sums.least_earned, *own)
+        sums.largest_earned = max(sums.largest_earned, *own)
 
 
 def nothing_to_learn(settings: Config, sums: FirstSums) -> str:

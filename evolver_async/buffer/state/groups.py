@@ -30,7 +30,8 @@ class Owner(msgspec.Struct):
 
 class ArrivedMember(msgspec.Struct):
     """A member that has arrived. `guided`: experience was in its context; `sampled`: its oldest and
-    newest weights in each lineage; `location`: the place of its trajectory in the journal."""
+    newest weights in each lineage; `location`: the place of its trajectory in the journal;
+    `players`: reward and success of each that moved, in an episode of several."""
 
     attempt: int
     tokens: int
@@ -40,6 +41,7 @@ class ArrivedMember(msgspec.Struct):
     guided: bool
     sampled: list[WeightId]
     location: Location
+    players: dict[str, tuple[float, bool]] = {}
 
 
 class CountedLag(NamedTuple):
@@ -106,13 +108,23 @@ class HeldGroup(msgspec.Struct, kw_only=True, dict=True):
 
     @cached_property
     def spread(self) -> float:
-        """The population std of the rewards that arrived; exactly 0 if all are equal."""
-        return spread([member.reward for member in self.arrived.values()])
+        """The population std of the rewards that arrived, exactly 0 if all are equal; of several
+        players the largest one."""
+        return max(spread([reward for reward, _ in outcomes]) for outcomes in self._outcomes())
 
     @cached_property
     def success_spread(self) -> float:
-        """The population std of the successes that arrived, as 0 and 1."""
-        return spread([float(member.success) for member in self.arrived.values()])
+        """The population std of the successes that arrived, as 0 and 1; of several players the
+        largest one."""
+        return max(spread([float(won) for _, won in outcomes]) for outcomes in self._outcomes())
+
+    def _outcomes(self) -> list[list[tuple[float, bool]]]:
+        """Rewards and successes that arrived: one list for each player, or one of the episodes."""
+        by_player: dict[str, list[tuple[float, bool]]] = {}
+        for member in self.arrived.values():
+            for name, outcome in (member.players or {"": (member.reward, member.success)}).items():
+                by_player.setdefault(name, []).append(outcome)
+        return [*by_player.values()]
 
     @cached_property
     def missing(self) -> list[int]:

@@ -131,6 +131,7 @@ class BufferState:
             guided=record.guided,
             sampled=record.sampled,
             location=location,
+            players=record.players,
         )
         held = self.replay.arrive(record.group_id, record.member, member)
         self.ledger.arrive(held.kind, record.tokens, record.turns)

@@ -60,6 +60,7 @@ class Arrived(Record, tag="arrived"):
     turns: int
     sampled: list[WeightId]
     numbers: dict[str, float] = {}
+    players: dict[str, tuple[float, bool]] = {}  # reward and success of those that moved
 
 
 class Failed(Record, tag="failed"):

@@ -16,7 +16,10 @@ def agent(config: Config) -> Iterator[tuple[str, str]]:
     if not config.rollout.agent:
         if judged:
             yield "rollout.agent_reward", "must be returned: rollout.agent is not set"
+        if config.rollout.players:
+            yield "rollout.players", "must be empty: rollout.agent, which names them, is not set"
         return
+    yield from _players(config)
     if config.rollout.agent == EXTERNAL:
         yield from _elsewhere(config.rollout.endpoint)
     if config.launch.kind == "serial":
@@ -35,6 +38,22 @@ def agent(config: Config) -> Iterator[tuple[str, str]]:
             yield key, f"must be {required or 'empty'}: rollout.agent {reason}, is {value}"
     if config.judge.kind == "rule":
         yield "judge.kind", "rule needs an environment's scores: rollout.agent plays without one"
+
+
+def _players(config: Config) -> Iterator[tuple[str, str]]:
+    """Require several different players, and settings that look at each by itself."""
+    names = config.rollout.players
+    if not names:
+        return
+    if len(names) < 2 or len(set(names)) < len(names):
+        yield "rollout.players", f"must be empty, or several different names: is {names}"
+    if config.reward.terms:
+        yield "reward.terms", "must be empty: each of rollout.players has a reward of its own"
+    if config.advantage.baseline == "shared" and config.selection.kind == "dynamic":
+        yield (
+            "advantage.baseline",
+            "must be player: selection.kind=dynamic looks at the rewards of each player",
+        )
 
 
 def _elsewhere(endpoint: EndpointConfig) -> Iterator[tuple[str, str]]:

@@ -65,6 +65,9 @@ class AdvantageConfig:
     ] = "grpo"
     # grpo, grpo_process, adca, opob: divide by the std of the group or of the batch, or not at all
     std: Literal["group", "batch", "none"] = "group"
+    # rollout.players: what a player's rewards are compared with: those of the same player in the
+    # group, or those of all its players
+    baseline: Literal["player", "shared"] = "player"
     # reinforce: b <- decay * b + (1 - decay) * mean reward, from 0 at the beginning of a stage
     baseline_decay: Fraction = 0.9
     alpha: float = 0.1  # adca: weight of the judge's labels beside the outcome

@@ -17,6 +17,7 @@ from evolver_async.config.values.rules import (
 )
 
 Device = Annotated[str, Pattern(r"auto|cpu|cuda(:\d+)?", "auto, cpu or cuda")]
+PlayerName = Annotated[str, Pattern(r"[A-Za-z][\w-]{0,31}", "a short word")]
 Turns = Annotated[int, Range(ge=1, le=32767)]  # turns are numbered in 16 bits
 HOST = r"[A-Za-z0-9_.:-]+"
 Host = Annotated[str, Pattern(HOST, "a host's name or address")]
@@ -131,6 +132,9 @@ class RolloutConfig:
     agent: str = ""
     # reward of the agent's episodes: its return value, or the verdict of judge.llm
     agent_reward: Literal["returned", "judged"] = "returned"
+    # names of the players of an agent's episodes, which share the policy: a call names its player
+    # as its `model`, and each has turns, a reward and a baseline of its own; []: there is one
+    players: list[PlayerName] = field(default_factory=list)
     endpoint: EndpointConfig = field(default_factory=EndpointConfig)
 
 

@@ -271,8 +271,10 @@ function viewOf(title, tokens, body, versions) {
   for (const one of tokens) {
     const now = `${one.sequence}/${one.turn}`;
     if (now !== key) {
-      if (one.sequence !== 0 && !key.startsWith(`${one.sequence}/`)) {
-        view.append(node("h4", { textContent: `Sequence ${one.sequence + 1}` }));
+      const player = body.of[one.sequence];
+      if ((one.sequence !== 0 || player) && !key.startsWith(`${one.sequence}/`)) {
+        const name = `Sequence ${one.sequence + 1}${player && `, player ${player}`}`;
+        view.append(node("h4", { textContent: name }));
       }
       key = now;
       text = node("div", { className: "tokens" });
@@ -301,6 +303,9 @@ function sentencesOf(row, body) {
   ];
   const terms = Object.entries(body.terms).map(([name, value]) => `${name} ${value}`);
   if (terms.length) lines.push(`Reward terms, without their weights: ${terms.join(", ")}.`);
+  if (body.players.length) {
+    lines.push(`Players: ${body.players.map(([name, reward]) => `${name} ${reward}`).join(", ")}.`);
+  }
   if (body.source) lines.push(`Labels by ${body.source}.`);
   if (body.experience.length) lines.push(`Experience entries: ${body.experience.join(", ")}.`);
   if (!body.measured) {

@@ -126,6 +126,29 @@ def test_an_episode_is_started_played_and_finished_by_http() -> None:
     play(agent, Scripted("gold"))
 
 
+def test_an_episode_of_several_players_has_a_reward_for_each_by_http() -> None:
+    async def agent(one: Elsewhere) -> None:
+        episode = await one.start()
+        assert (episode["model"], episode["players"]) == ("even", ["even", "odd"])
+        status, _ = await one.call(episode)
+        assert status == 404, "its model is none of them"
+        for player in episode["players"]:
+            url = f"{episode['base_url']}/chat/completions"
+            status, _ = await one.post(url, CALL | {"model": player}, key=episode["api_key"])
+            assert status == 200
+        for wrong in ({"even": 1}, {"even": 1, "odd": 0, "third": 0}, {}, {"even": 1, "odd": None}):
+            assert await one.finish(episode, reward=wrong) == 400  # and it goes on
+        assert await one.finish(episode, reward={"even": 1, "odd": -1}) == 200
+        assert await one.finish(episode, reward={"odd": -1, "even": 1}) == 200
+        assert await one.finish(episode, reward={"even": 1, "odd": 1}) == 409
+        await one.playing
+        (finished,) = one.finished
+        found = [(one.name, one.reward, one.turns) for one in finished.trajectory.players]
+        assert found == [("even", 1.0, [0]), ("odd", -1.0, [1])]
+
+    play(agent, Scripted("head", "tail"), players=("even", "odd"))
+
+
 def test_to_finish_again_changes_nothing() -> None:
     async def agent(one: Elsewhere) -> None:
         episode = await one.start()

@@ -4,6 +4,7 @@ in their place, the ledger closes, and too many of them end the wait."""
 import dataclasses
 from pathlib import Path
 
+import numpy as np
 import pytest
 from buffer_world import World, config
 from hypothesis import given
@@ -13,7 +14,7 @@ from evolver_async.buffer.state import records
 from evolver_async.buffer.state.groups import ArrivedMember, HeldGroup
 from evolver_async.config import Config, SelectionConfig
 from evolver_async.protocol import messages
-from evolver_async.schema import Task, Ticket
+from evolver_async.schema import Player, Task, Ticket
 
 B, REFILLS = 2, 3
 
@@ -162,6 +163,31 @@ def test_the_spread_of_equal_rewards_is_exactly_zero_and_of_others_is_not(reward
     wide = max(rewards) - min(rewards)
     assert (held(rewards).spread > 0) == (wide > 0)
     assert held(rewards).spread <= wide
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "left_out"),
+    [
+        # the mean of a game for two is always 0, yet each player has something to learn
+        ([(1.0, -1.0), (-1.0, 1.0)], False),
+        ([(1.0, 0.0), (1.0, -1.0)], False),
+        ([(1.0, -1.0), (1.0, -1.0)], True),
+    ],
+)
+def test_a_group_of_players_is_left_out_if_none_has_spread(world, outcomes, left_out):
+    (ticket,) = world.lease(credit=1)
+    for member, (even, odd) in enumerate(outcomes):
+        players = [
+            Player(name="even", reward=even, success=even > 0, turns=[0]),
+            Player(name="odd", reward=odd, success=odd > 0, turns=[1]),
+        ]
+        arrays = {
+            "turn_rewards": np.array([even, odd], np.float32),
+            "turn_flags": np.zeros(2, np.uint8),
+            "labels": np.zeros(2, np.int8),
+        }
+        world.push(ticket, member, reward=0.0, players=players, **arrays)
+    assert (ticket.group_id not in world.replay.at.groups) == left_out
 
 
 def test_by_success_groups_that_all_failed_or_all_succeeded_are_left_out(tmp_path):

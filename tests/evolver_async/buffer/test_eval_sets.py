@@ -14,9 +14,10 @@ from evolver_async.buffer.tasks.source import held_out_task
 from evolver_async.config import Config, ConfigError
 from evolver_async.config.load import load
 from evolver_async.config.sections.run import FINAL_SET, EvalSetConfig, EvalSetEnvConfig
+from evolver_async.metrics.families import evaluated
 from evolver_async.protocol import messages
 from evolver_async.protocol.evaluations import EvalResult, SetResult
-from evolver_async.schema import Ticket, WeightId
+from evolver_async.schema import Player, Ticket, WeightId
 
 SETS = {
     "ood": EvalSetConfig(env=EvalSetEnvConfig(params={"size": 5}), tasks=3),
@@ -110,6 +111,20 @@ def test_avg_counts_all_samples_and_best_the_best_of_each_task() -> None:
 def test_an_episode_has_its_terms_and_the_environments_own_numbers(world: World) -> None:
     one = trajectory(world.lease(credit=1)[0], 0, terms={"exact": 0.5}, metrics={"moves": 7.0})
     assert own_numbers(one) == {"reward/exact": 0.5, "env/moves": 7.0}
+
+
+def test_an_episode_of_several_players_has_their_outcomes(world: World) -> None:
+    players = [Player(name="even", reward=1.5, success=True, turns=[0])]
+    players.append(Player(name="odd", reward=-1.5, success=False, turns=[]))
+    one = trajectory(world.lease(credit=1)[0], 0, players=players)
+    assert own_numbers(one) == {
+        "player/even/reward": 1.5,
+        "player/even/success": 1.0,
+        "player/odd/reward": -1.5,
+        "player/odd/success": 0.0,
+    }
+    for name in own_numbers(one):
+        assert evaluated(f"eval/{name}") and evaluated(f"eval/harder/{name}")
 
 
 def test_numbers_with_the_same_task_count_once_as_distinct() -> None:

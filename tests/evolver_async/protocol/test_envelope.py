@@ -7,6 +7,7 @@ import random
 import struct
 import tracemalloc
 import zlib
+from typing import Any
 
 import msgpack
 import msgspec
@@ -75,6 +76,7 @@ from evolver_async.protocol.trajectories import Parcel, finish, unwrap, wrap
 from evolver_async.protocol.transcripts import Transcript, Turn
 from evolver_async.schema import (
     Group,
+    Player,
     Role,
     Sampling,
     Sequence,
@@ -636,9 +638,64 @@ def test_every_number_of_a_trajectory_that_may_be_a_fraction_is_finite() -> None
         return [f for one in inner if one is not None for f in floats(one, f"{path}[]")]
 
     known = floats(msgspec.inspect.type_info(Trajectory), "")
-    assert known == [".reward", ".timing[]", ".terms[]", ".metrics[]"], (
+    assert known == [".reward", ".timing[]", ".terms[]", ".metrics[]", ".players[].reward"], (
         "refuse NaN there as well, and say so here"
     )
+
+
+def player(name: str, *turns: int, **facts: Any) -> dict[str, Any]:
+    """A player as it is in a header."""
+    return {"name": name, "reward": 0.5, "success": True, "turns": [*turns]} | facts
+
+
+def test_the_players_of_a_trajectory_arrive() -> None:
+    players = [Player(**player("even", 0, 1)), Player(**player("odd"))]
+    sent = msgspec.structs.replace(trajectory(), players=players)
+    received = unpack(frames_of(Push(trajectory=sent))).message
+    assert isinstance(received, Push) and received.trajectory.players == players
+
+
+@pytest.mark.parametrize(
+    ("players", "named"),
+    [
+        ([player("even", 0)], r"players\.turns"),  # the other turn is nobody's
+        ([player("even", 0, 1), player("odd", 1)], r"players\.turns"),
+        ([player("even", 0, 0, 1)], r"players\.turns"),
+        ([player("even", 1, 0)], r"players\.turns"),
+        ([player("even", 0, 1, 2)], r"players\.turns"),
+        ([player("even", -1, 0, 1)], r"players\.turns"),
+        ([player("even", 0, 1), player("even")], r"players\.name"),
+        ([player("", 0, 1)], r"players\.name"),
+        ([player("even", 0, 1, reward=float("nan"))], r"players\.even"),
+        ([player("even", 0, 1, reward=float("inf"))], r"players\.even"),
+        ([player("even", 0, 1, reward="1")], "reward"),
+        ([player("even", 0, 1, colour=1)], "colour"),
+    ],
+)
+def test_players_that_cannot_be_are_refused_by_name(players: list[Any], named: str) -> None:
+    frames = frames_of(Push(trajectory=trajectory()))
+    unpack(forged(frames, "players", to=[player("even", 0), player("odd", 1)]))
+    with pytest.raises(WireError, match=named):
+        unpack(forged(frames, "players", to=players))
+
+
+def test_a_sequence_of_two_players_is_refused() -> None:
+    whole = trajectory()
+    (sequence,) = whole.sequences
+    acting = np.flatnonzero(sequence.roles == Role.ACTION)
+    turns = sequence.turns.copy()
+    turns[acting[-1]] = 1
+    facts: dict[str, Any] = {
+        "sequences": [msgspec.structs.replace(sequence, turns=turns)],
+        "turn_rewards": np.zeros(2, np.float32),
+        "turn_flags": np.zeros(2, np.uint8),
+        "labels": np.zeros(2, np.int8),
+    }
+    one = [Player(**player("even", 0, 1))]
+    msgspec.structs.replace(whole, **facts, players=one)
+    two = [Player(**player("even", 0)), Player(**player("odd", 1))]
+    with pytest.raises(ValueError, match="sequences"):
+        msgspec.structs.replace(whole, **facts, players=two)
 
 
 def test_an_error_carries_the_message_id() -> None:
