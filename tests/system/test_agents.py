@@ -64,14 +64,14 @@ advantage: {{std: batch}}
 learner: {{groups_per_step: 8, minibatches: 1, lr: 5e-3, eps: 1e-5, decay: none}}
 stages: [{{kind: rl, steps: {steps}}}]
 eval: {{every: 0, episodes: 16, temperature: 1.0}}
-metrics: {{panel: none, samples: 4}}
+metrics: {{panel: none, samples: 4, samples_every: 1}}
 run: {{dir: {runs}, name: game}}
 """
 
 
 @pytest.mark.slow
 def test_two_players_of_one_policy_learn_from_rewards_that_cancel_out(tmp_path: Path) -> None:
-    recipe, steps = tmp_path / "recipe.yaml", 20
+    recipe, steps = tmp_path / "recipe.yaml", 14
     recipe.write_text(GAME.format(steps=steps, runs=tmp_path))
     run_dir = tmp_path / "game"
     with launching() as launch:
@@ -86,10 +86,10 @@ def test_two_players_of_one_policy_learn_from_rewards_that_cancel_out(tmp_path: 
     for player in ("even", "odd"):
         high = [row[f"env/{player}"] for row in trained]
         before, after = statistics.fmean(high[:2]), statistics.fmean(high[-2:])
-        assert after >= before + 0.2 and after >= 0.9, high
+        assert after >= before + 0.2 and after >= 0.85, high
     for row in trained:
         assert row["player/even/reward"] == pytest.approx(-row["player/odd/reward"])
     (evaluated,) = [row for row in rows if row.get("eval/episodes")][-1:]
-    assert evaluated["eval/env/even"] >= 0.9 and "eval/player/odd/reward" in evaluated
+    assert evaluated["eval/env/even"] >= 0.8 and "eval/player/odd/reward" in evaluated
     samples = Tail(run_dir / "samples" / f"step_{steps:06d}.jsonl").rows()
     assert {row["player"] for row in samples} <= {"even", "odd"} and samples
