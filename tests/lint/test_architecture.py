@@ -75,6 +75,7 @@ HOMES: dict[str, tuple[str, ...]] = {
         "actors.experience.embedding_endpoint",
         "actors.llm.client",
         "actors.envs.adapters.service_client",
+        "actors.endpoint.textarena_selfplay",
     ),
     "uvicorn": ("actors.endpoint.server",),
     "wandb": ("evolver_async.metrics.wandb_upload",),

@@ -30,8 +30,10 @@ def kinds() -> list[tuple[str, str]]:
             sources = [source_of(staged), *(one.source for one in eval_sets_of(staged).values())]
             for task in (task for source in sources for task in source.examples()):
                 params = msgspec.json.encode(task.params, order="sorted").decode()
-                # Rows have a test of their own, and a service's splits are the service's.
-                if task.env != "prompts" and not task.env.startswith("agentevolver"):
+                # Rows have a test of their own, and a service's splits are the service's. A game
+                # that is played against oneself begins alike in all splits.
+                elsewhere = ("prompts", "agentevolver", "textarena")
+                if not task.env.startswith(elsewhere):
                     found.add((task.env, params))
     return sorted(found)
 
