@@ -36,8 +36,6 @@ def rollout_metrics(groups: list[Group]) -> dict[str, float]:
     turns = np.array([len(trajectory.turn_rewards) for trajectory in trajectories])
     flags = np.concatenate([trajectory.turn_flags for trajectory in trajectories])
     calls = np.concatenate([tool_calls(trajectory) for trajectory in trajectories])
-    of_groups = [[trajectory.reward for trajectory in group.trajectories] for group in groups]
-    members_alike = sum(len(one) for one in of_groups if alike(one))
     return {
         "train/reward_mean": float(rewards.mean()),
         "train/reward_std": float(rewards.std()),
@@ -47,7 +45,7 @@ def rollout_metrics(groups: list[Group]) -> dict[str, float]:
         "train/unreadable_calls": float(np.mean(flags & UNREADABLE == UNREADABLE)),
         "train/invalid_actions": flagged(flags, TurnFlag.INVALID_ACTION),
         "train/tool_errors": flagged(calls, TurnFlag.TOOL_ERROR),
-        "train/zero_spread": members_alike / len(rewards),
+        "train/zero_spread": _share_alike(groups),
     }
 
 
@@ -56,8 +54,7 @@ def player_metrics(groups: list[Group], split: list[Group]) -> dict[str, float]:
 
     Rewards are compared within the groups that advantages compare them in, those of `split`.
     """
-    parts = sum(len(group.trajectories) for group in split)
-    metrics = {"train/zero_spread": sum(map(_members_alike, split)) / parts}
+    metrics = {"train/zero_spread": _share_alike(split)}
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     turns: dict[str, list[int]] = {}
     for player in (player for one in trajectories for player in one.players):
@@ -66,6 +63,12 @@ def player_metrics(groups: list[Group], split: list[Group]) -> dict[str, float]:
         metrics[f"player/{name}/turns_mean"] = float(np.mean(found))
         metrics[f"player/{name}/trained_groups"] = 0.0
     return metrics | player_means(trajectories)
+
+
+def _share_alike(groups: list[Group]) -> float:
+    """Return the share of trajectories in groups whose rewards are all equal."""
+    of_groups = [[trajectory.reward for trajectory in group.trajectories] for group in groups]
+    return sum(len(one) for one in of_groups if alike(one)) / sum(map(len, of_groups))
 
 
 def trained_by_player(groups: list[Group]) -> dict[str, float]:
