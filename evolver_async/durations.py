@@ -11,7 +11,9 @@ def utc(seconds: float | None = None) -> str:
     Every row and every line of a log has this form: hosts of a run can have several zones.
     """
     seconds = time.time() if seconds is None else seconds
-    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%S.%f")[:-3] + "Z"
+    at = datetime.fromtimestamp(seconds, UTC)
+    # not by `strftime`, which imports: libraries log while Python is shutting down
+    return at.isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
 def since_1970(text: str) -> float:

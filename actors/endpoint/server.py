@@ -1,10 +1,10 @@
 """HTTP server of an actor: one port, one base URL and one API key per episode.
 
 uvicorn speaks HTTP/1.1 and pauses reading from clients that send too much. This module adds the
-limits that uvicorn does not have: bytes per body, seconds per request, and the cancellation of a
-generation whose client has disconnected. A call names its episode in the URL and proves by the key,
-as `Authorization: Bearer` or `x-api-key`, that it is of its agent. The key is checked before the
-body is read: strangers can take neither memory nor open files.
+limits that uvicorn does not have: bytes per head and body, seconds per request, and the
+cancellation of a generation whose client has disconnected. A call names its episode in the URL and
+proves by the key, as `Authorization: Bearer` or `x-api-key`, that it is of its agent. The key is
+checked before the body is read: strangers can take neither memory nor open files.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
 from uvicorn import Config
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from actors.endpoint import chat_form, messages_form, responses_form
@@ -31,6 +31,7 @@ from actors.failures import FailureCounts
 from evolver_async.config import ConfigError
 from evolver_async.config.sections.rollout import EndpointConfig
 
+MAX_HEAD_BYTES = 64 << 10
 MAX_BODY_BYTES = 16 << 20
 STRANGER_BYTES = 64 << 10  # of the body of a call without a key, which is answered all the same
 MAX_STRANGERS = 512  # connections without a key; the oldest one makes room for the next
@@ -137,7 +138,7 @@ class EndpointServer:
         config = Config(
             self._serve,
             interface="asgi3",
-            http="h11",
+            http="httptools",
             ws="none",
             lifespan="off",
             proxy_headers=False,
@@ -304,11 +305,14 @@ async def _until_disconnect(answer: Any, receive: Any) -> tuple[str, bytes]:
         disconnected.cancel()
 
 
-class _Connection(H11Protocol):
-    """A connection that is closed if the head of a request takes longer than `IDLE_S`.
+class _Connection(HttpToolsProtocol):
+    """A connection that is closed if the head of a request takes longer than `IDLE_S`, or is longer
+    than `MAX_HEAD_BYTES`.
 
     Until it has brought a request that is admitted, it is one of `strangers`.
     """
+
+    _head_bytes: int | None = 0  # received of a head; None behind it
 
     def __init__(
         self,
@@ -328,12 +332,23 @@ class _Connection(H11Protocol):
             oldest.transport.abort()
         self._strangers[self] = None
 
-    def handle_events(self) -> None:
-        super().handle_events()
-        if self in self._strangers and self.scope is not None and self._admits(self.scope):
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self._head_bytes is not None:
+            self._head_bytes += len(data)
+            if self._head_bytes > MAX_HEAD_BYTES:
+                self.transport.abort()
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._head_bytes = 0
+
+    def on_headers_complete(self) -> None:
+        super().on_headers_complete()
+        self._head_bytes = None
+        if self in self._strangers and self._admits(self.scope):
             del self._strangers[self]
-        if self.cycle is not None and not self.cycle.response_complete:
-            self._idle.cancel()
+        self._idle.cancel()
 
     def on_response_complete(self) -> None:
         self._await_request()

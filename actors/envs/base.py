@@ -36,6 +36,7 @@ REGISTRY = {
     "openenv": "actors.envs.adapters.openenv_env:OpenEnv",
     "prompts": "actors.envs.prompts:Prompts",
     "reasoning_gym": "actors.envs.adapters.reasoning_gym_env:ReasoningGym",
+    "scienceworld": "actors.envs.adapters.scienceworld_env:ScienceWorld",
     "sokoban": "actors.envs.grid.sokoban:Sokoban",
     "textarena": "actors.envs.adapters.textarena_env:TextArena",
     "textworld": "actors.envs.adapters.textworld_env:TextWorld",

@@ -52,6 +52,10 @@ class Chat:
 
     def __init__(self, tokenizer: Any, switches: Mapping[str, Any] | None = None) -> None:
         self._tokenizer = tokenizer
+        # Without offsets and by itself it takes two thirds of the time that `encode` takes.
+        self._backend = tokenizer.backend_tokenizer
+        self._backend.no_truncation()
+        self._backend.no_padding()
         self.switches = dict(switches or {})
         parameters = inspect.signature(tokenizer.apply_chat_template).parameters
         self.reserved = frozenset((*parameters, "strftime_now", "forced_prefix"))
@@ -106,7 +110,7 @@ class Chat:
         specials = [name for name in self._tokenizer.all_special_tokens if name]
         for guard in ("", *specials):
             if guard:
-                self._guard = guard, len(self._tokenizer.encode(guard, add_special_tokens=False))
+                self._guard = guard, len(self.whole_tokens(guard))
                 self._remembered.cache_clear()
             parts = self.whole_tokens(before), self.tokens_of(ASSISTANT), self.tokens_of(after)
             if self._decode(token for part in parts for token in part) == whole:
@@ -326,13 +330,17 @@ class Chat:
 
     def _encode(self, text: str) -> tuple[int, ...]:
         guard, count = self._guard or ("", 0)
-        return tuple(self._tokenizer.encode(guard + text, add_special_tokens=False)[count:])
+        return tuple(self._encoded(guard + text)[count:])
 
     def whole_tokens(self, text: str) -> list[int]:
         """Tokenize a text that a conversation begins with."""
         if self._guard is None:
             return self.tokens_of(text)
-        return self._tokenizer.encode(text, add_special_tokens=False)
+        return self._encoded(text)
+
+    def _encoded(self, text: str) -> list[int]:
+        (encoded,) = self._backend.encode_batch_fast([text], add_special_tokens=False)
+        return encoded.ids
 
     def text_of(self, tokens: list[int]) -> str:
         """Decode sampled tokens, without a stop token at their end."""

@@ -36,6 +36,7 @@ from evolver_async.launch.run_directory import (
     CREATING,
     EXACT,
     LOCK,
+    last_error,
     last_lines,
     locked,
     record_format,
@@ -271,7 +272,6 @@ def _prepare_apart(run_dir: Path) -> None:
         cause = "; most likely memory ran out, see dmesg" if name == "SIGKILL" else ""
         raise ConfigError(f"{UNPREPARED}: the process was killed by {name}{cause}")
     if done.returncode == USER_ERROR:
-        _, _, sentence = last_lines(log_file, 1).partition(": ")  # after time, level and logger
-        raise ConfigError(sentence)
+        raise ConfigError(last_error(log_file).partition("\n")[0])
     if done.returncode != 0:
         raise ConfigError(f"{UNPREPARED}: {last_lines(log_file, 1)}")

@@ -12,11 +12,13 @@ rerun began from.
 import fcntl
 import json
 import os
+import re
 import shlex
 import textwrap
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -37,6 +39,8 @@ CREATING = ".creating"
 CONVERTED = "converted"  # content of `.creating` as soon as `policy` is a whole, converted model
 ORIGIN = "origin.json"
 LOCK = "lock"
+SEARCHED_LINES = 100  # of a log, for its last error
+RECORD = re.compile(r"\d[\dTZ:.-]+ [A-Z]+ [\w.]+: ")  # the head of a log line
 NOTICE_CHARS = 300  # of a reason in the notice of a pause: STATUS cuts longer texts at their end
 
 
@@ -187,6 +191,20 @@ def last_lines(path: Path, count: int = 5) -> str:
     if not path.exists():
         return ""
     with open(path, "rb") as file:
-        file.seek(max(0, path.stat().st_size - 8192))
+        file.seek(max(0, path.stat().st_size - (1 << 16)))
         lines = file.read().decode(errors="replace").splitlines()
     return "\n".join([line for line in lines if line.strip()][-count:])
+
+
+def last_error(path: Path) -> str:
+    """Return the last error of a log with all its lines, else the last line that is not blank.
+
+    What a process prints as it ends, a library's farewell for instance, stands behind its error.
+    """
+    lines = last_lines(path, SEARCHED_LINES).splitlines()
+    errors = [index for index, line in enumerate(lines) if " ERROR " in line]
+    if not errors:
+        return "".join(lines[-1:])
+    first, *rest = lines[errors[-1] :]
+    record = [first, *takewhile(lambda line: not RECORD.match(line), rest)]
+    return RECORD.sub("", "\n".join(record))

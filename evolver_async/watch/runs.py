@@ -2,10 +2,8 @@
 
 import contextlib
 import fcntl
-import itertools
 import json
 import logging
-import re
 import shlex
 import signal
 import time
@@ -21,7 +19,7 @@ from evolver_async.checkpoint.history import numbers
 from evolver_async.config import Config, ConfigError
 from evolver_async.config.load import load_written, stage_config
 from evolver_async.files import parsed, write_whole
-from evolver_async.launch.run_directory import last_lines
+from evolver_async.launch.run_directory import last_error
 from evolver_async.metrics.alarms import alarms_line
 from evolver_async.metrics.lineages import current_rows, key_of
 from evolver_async.metrics.tail import Tail, last_rows
@@ -33,8 +31,6 @@ from evolver_async.watch.throughput import time_lines
 log = logging.getLogger(__name__)
 
 END = "end.json"  # end of the newest launch
-SEARCHED_LINES = 100  # of the launcher's log, for the reason of a failure
-RECORD = re.compile(r"\d[\dTZ:.-]+ [A-Z]+ [\w.]+: ")  # the head of a log line
 
 
 @dataclass(frozen=True)
@@ -70,24 +66,16 @@ def end(run_dir: Path, code: int, reason: str = "") -> Ending:
     elif code in CODES:
         state, reason = "stopped", reason or signal.Signals(code - 128).name
     else:
-        state, reason = "failed", reason or _logged_reason(run_dir)
+        state, reason = (
+            "failed",
+            reason or last_error(run_dir / "logs" / "launcher.log") or "no error is in the logs",
+        )
     ending = Ending(state, code, reason, time.time())
     try:
         write_whole(run_dir / END, json.dumps(asdict(ending)))
     except OSError as error:  # a full disk must not hide how the run ended
         log.warning("%s is not written: %s", run_dir / END, error.strerror)
     return ending
-
-
-def _logged_reason(run_dir: Path) -> str:
-    """Return the last error of the launcher's log with all its lines, else the last line."""
-    lines = last_lines(run_dir / "logs" / "launcher.log", SEARCHED_LINES).splitlines()
-    errors = [index for index, line in enumerate(lines) if " ERROR " in line]
-    if not errors:
-        return lines[-1] if lines else "no error is in the logs"
-    first, *rest = lines[errors[-1] :]
-    record = [first, *itertools.takewhile(lambda line: not RECORD.match(line), rest)]
-    return RECORD.sub("", "\n".join(record))
 
 
 def summary(run_dir: Path, ending: Ending) -> list[str]:

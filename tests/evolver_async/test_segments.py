@@ -6,6 +6,8 @@ import sys
 import uuid
 from pathlib import Path
 
+import pytest
+
 from evolver_async.process import segments
 from evolver_async.process.private_directories import PREFIX, claim, sweep
 
@@ -19,6 +21,7 @@ sys.stdin.read()
 """
 
 
+@pytest.mark.process
 def test_segments_of_a_killed_vllm_are_swept_with_its_owners_directory(tmp_path: Path) -> None:
     name = f"vllm_dist_{uuid.uuid4().hex}-tp:0-[0-1]-cpushm"
     other, place = segments.SHARED / f"psm_{uuid.uuid4().hex}", segments.SHARED / name

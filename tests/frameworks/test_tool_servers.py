@@ -12,12 +12,16 @@ import msgspec
 import psutil
 import pytest
 from abacus_runs import styled
+from families import family_tokenizer
 from launches import is_step, wait_for
-from rollouts import TOKENIZER, FakeEngine, corridor, roll_out, say
+from rollouts import TOKENIZER, FakeEngine, corridor, roll_out, say, setting
 
 from actors.checks.config import check_servers
 from actors.envs.base import EnvironmentFailure
 from actors.envs.tool_server import ToolServer
+from actors.formats.chat import Chat
+from actors.formats.tool_calls import canonical
+from actors.formats.turns import turn_format
 from actors.rollout.episode_config import Setting
 from evolver_async.cli import main
 from evolver_async.config import ConfigError
@@ -102,6 +106,24 @@ def test_one_server_serves_all_episodes_of_a_process(
         runner.run(server.close())
         assert not psutil.pid_exists(pid)
     setting.idle.processes.close()
+
+
+@pytest.mark.parametrize("name", ["qwen2_5", "llama3_1", "mistral_v7"])
+def test_a_tool_is_called_as_the_models_own_template_writes_calls(name: str, command: str) -> None:
+    """The environment has no tools of its own, and its actions are the final answers."""
+    server, chat = ToolServer(command), Chat(family_tokenizer(name))
+    style = turn_format("native", think=False, actions_per_turn=1, chat=chat, extract="<answer>")
+    changes = {"server": server, "isolation": "loop", "step_timeout_s": 60.0}
+    how = setting(chat=chat, format=style, max_length=1 << 16, **changes)
+    turns = [style.render_actions([canonical("look", {"where": "left"})]), GO]
+    engine = FakeEngine({"0/0/0": [chat.tokens_of(turn) for turn in turns]})
+    with asyncio.Runner() as runner:
+        (one,) = played(how, asked(length=1), engine, runner)
+        runner.run(server.close())
+    assert one.success and one.turn_flags.tolist() == [TurnFlag.TOOL_CALL, 0]
+    first, second = (chat.decoded(request.tokens) for request in engine.requests)
+    assert "Look somewhere." in first and second.startswith(first)
+    assert "nothing left, says" in second.removeprefix(first)
 
 
 def test_what_a_tool_objects_to_is_read_by_the_policy(command: str) -> None:

@@ -699,6 +699,25 @@ def test_who_says_nothing_is_hung_up_on_and_who_waits_for_an_answer_is_not(
     assert run(player, engine).one.reward == 1.0
 
 
+def test_a_head_of_a_request_that_does_not_end_is_hung_up_on() -> None:
+    async def player(client: Client) -> float:
+        host, port = str(client.base_url).split("/")[2].split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(b"GET / HTTP/1.1\r\nx: ")
+        sent = 0
+        with contextlib.suppress(ConnectionError):
+            while sent < 1 << 23:
+                writer.write(b"x" * (1 << 14))
+                sent += 1 << 14
+                await writer.drain()
+            assert await reader.read() == b""
+        writer.close()
+        assert (await ask(client, ASK)).content == "a"
+        return 1.0
+
+    assert run(player, Scripted("a")).one.reward == 1.0
+
+
 @pytest.mark.parametrize(
     ("change", "named"),
     [

@@ -1,4 +1,4 @@
-"""Environments of the real verifiers, tools and all, against the endpoint: `make test-adapters`."""
+"""Environments of the real verifiers, tools and all, against the endpoint."""
 
 import asyncio
 import json

@@ -229,6 +229,7 @@ def test_a_demonstration_that_its_format_cannot_read_is_refused(
     keys = [f"env.name={__name__}:Compared", f"policy.path={tmp_path}", "policy.max_length=512"]
     config = load(None, [f"stages=[{stage}]", *keys, "rollout.max_tokens=200", *changes])
     if not shown:
-        return prompts.check(config)
+        prompts.check(config)
+        return
     with pytest.raises(ConfigError, match=rf"^rollout\.format: (chat|think_answer) .*{shown}"):
         prompts.check(config)

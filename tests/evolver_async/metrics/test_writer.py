@@ -5,6 +5,8 @@ import json
 import logging
 import math
 import os
+import subprocess
+import sys
 import time
 from datetime import datetime, timedelta
 
@@ -13,6 +15,7 @@ import pytest
 
 from evolver_async.config.secrets import without_secrets as without
 from evolver_async.durations import since_1970, utc
+from evolver_async.launch.run_directory import last_error
 from evolver_async.metrics.launches import record
 from evolver_async.metrics.writer import JsonlWriter, Metrics, Timers
 from evolver_async.process.setup import LogFile, set_up_logging
@@ -59,6 +62,34 @@ def test_rows_alerts_and_lines_of_logs_have_the_time_with_its_zone(tmp_path):
         assert text.endswith("Z") and at.utcoffset() == timedelta(0)
         assert begun - 1 <= at.timestamp() <= time.time() + 1
         assert utc(since_1970(text)) == text
+
+
+FAREWELL = """
+import logging
+from evolver_async.process.setup import set_up_logging
+
+class Library:
+    def __del__(self):
+        logging.warning("farewell")
+
+set_up_logging(None, logging.INFO)
+kept = Library()
+logging.error("no such task")
+"""
+
+
+@pytest.mark.process
+def test_what_a_library_logs_while_python_shuts_down_hides_no_error(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-c", FAREWELL], capture_output=True, text=True, check=True
+    )
+    first, second = done.stderr.splitlines()
+    assert first.endswith("no such task") and second.endswith("farewell")
+    log_file = tmp_path / "a.log"
+    log_file.write_text(f"{done.stderr}goodbye\n")
+    assert last_error(log_file) == "no such task"
+    log_file.write_text("goodbye\n\n")
+    assert last_error(log_file) == "goodbye"
 
 
 def lines(handler: LogFile, numbers: range) -> None:
