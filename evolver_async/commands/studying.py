@@ -11,7 +11,7 @@ from pathlib import Path
 
 from evolver_async.commands.checked import as_config_errors
 from evolver_async.commands.recipes import names_file, recipe_path
-from evolver_async.config import ConfigError
+from evolver_async.config import ConfigError, ablation
 from evolver_async.launch.run_directory import locked
 from evolver_async.study import definition as definitions
 from evolver_async.study import directory
@@ -143,6 +143,9 @@ def _print_plan(chosen: Study, jobs: int) -> StudyEstimate:
     if left == 0:
         return expected
     say(f"estimate: {expected.text(left, colds, jobs)}", flush=True)
+    for name, config in chosen.configs.items():
+        for line in ablation.lines(config):
+            say(f"cell {name}: {line}", file=sys.stderr)
     existing = next(one for one in (chosen.out, *chosen.out.absolute().parents) if one.exists())
     if shutil.disk_usage(existing).free < expected.bytes(left, colds):
         say(f"warning: {existing} has less free space than that", file=sys.stderr)
