@@ -56,6 +56,7 @@ lint: $(INSTALLED)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/basedpyright
+	$(BIN)/python -m pytest tests/lint $(ARGS)
 
 bench: $(INSTALLED)
 	set -e; for script in tests/benchmarks/bench_*.py; do \

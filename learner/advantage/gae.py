@@ -1,7 +1,7 @@
 """Advantages of single tokens from a critic's values: GAE, bi-level GAE, V-trace. Pure.
 
 Token t+1 is the trajectory's next ACTION token, whatever was observed, and in whatever context.
-Everything is float64. Formulas: algorithms §3.
+Everything is float64. Formulas: docs/algorithms.md, Advantages.
 """
 
 from dataclasses import dataclass

@@ -2,7 +2,7 @@
 
 They see the members that selection kept. Estimators of the outcome give all turns of a trajectory
 the same advantage. Turns are flat over the turns of all trajectories: the letter U. Formulas:
-algorithms §3.
+docs/algorithms.md, Advantages.
 """
 
 import math

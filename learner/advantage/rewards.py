@@ -1,6 +1,6 @@
 """Rewards of a step: taken from a batch, penalised by a KL, shaped by length, measured. Pure.
 
-Formulas: algorithms §8.
+Formulas: docs/algorithms.md, Advantages.
 """
 
 from dataclasses import dataclass, replace

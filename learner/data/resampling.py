@@ -1,7 +1,7 @@
 """Resampling on correct: members of an oversampled group that train (rStar2's GRPO-RoC). Pure.
 
 Failures are drawn uniformly, so that all kinds of them train; of the successes those with the
-fewest errors are kept. Formulas: algorithms §8.
+fewest errors are kept. Formulas: docs/algorithms.md, Selection.
 """
 
 import numpy as np

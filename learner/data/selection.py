@@ -1,6 +1,6 @@
 """Selection of the groups and members that train. Pure; groups that are left out are reported.
 
-Works on complete groups before collation. Formulas: algorithms §8.
+Works on complete groups before collation. Formulas: docs/algorithms.md, Selection.
 """
 
 import math

@@ -1,6 +1,6 @@
 """Off-policyness of one step's data, by version lag and by stripping of experience.
 
-numpy only: callers turn their tensors into arrays. Formulas: algorithms §2.
+numpy only: callers turn their tensors into arrays. Formulas: docs/algorithms.md, Corrections.
 """
 
 import io

@@ -1,6 +1,6 @@
 """Off-policy corrections: how stale tokens are weighted and which ratio the clipped loss bounds.
 
-Pure functions of per-token log-probs; formulas and letters: algorithms §2 and docs/algorithms.md.
+Pure functions of per-token log-probs; formulas and letters: docs/algorithms.md, Corrections.
 All vectors are over the N ACTION tokens of whole trajectories, so trajectory-level weights see all
 their tokens. Every kind yields a ratio and a weight, so that the loss is the same for all. `old`,
 from which the data is corrected, is mu, except for tokens whose context lost its experience

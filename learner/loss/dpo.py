@@ -1,7 +1,6 @@
 """Preferences (DPO): choice of the members that are compared, and the loss of a pair. Pure.
 
-Formulas: algorithms §4. The likelihood of the better member beside it: Pang et al. 2024, Iterative
-Reasoning Preference Optimization (arXiv 2404.19733).
+Formulas: docs/algorithms.md, Losses.
 """
 
 from dataclasses import dataclass

@@ -2,7 +2,7 @@
 
 All vectors are over the N ACTION tokens of a micro-batch. The aggregation is a weight per token
 made from denominators of the whole optimizer update, so the losses of micro-batches simply add up:
-not a mean of means. Formulas: algorithms §4.
+not a mean of means. Formulas: docs/algorithms.md, Losses.
 """
 
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Clipped loss of a critic's values. Pure; formulas: algorithms §4."""
+"""Clipped loss of a critic's values. Pure; formula: docs/algorithms.md, Losses."""
 
 import torch
 

@@ -199,9 +199,9 @@ def by_kind(
 ) -> tuple[CorrectionConfig, LossConfig]:
     """Return both sections with the open level and bounds replaced by those of `correction.kind`.
 
-    The values are the defaults of the table in algorithms §2. The anchor of a kind that compares
-    no anchor with mu is `recompute`; a correction of one's own may compare them. `fresh`: no data
-    is older than the weights it trains, and its log-probs are exact.
+    The anchor of a kind that compares no anchor with mu is `recompute`; a correction of one's own
+    may compare them. `fresh`: no data is older than the weights it trains, and its log-probs are
+    exact.
     """
     compares = correction.kind in INTERPOLATED or is_own(correction.kind)
     anchor = correction.anchor if compares else "recompute"

@@ -99,7 +99,7 @@ def test_grpo_process_matches_the_loop(groups, kind):
 
 
 def adca_loop(groups: Groups, alpha: float, length: str) -> tuple[list[float], int]:
-    """algorithms §3, turn by turn; and how many groups fell back to grpo."""
+    """Turn by turn; and how many groups fell back to grpo."""
     expected, fallen = [], 0
     for group in groups:
         R = [reward for reward, _ in group]

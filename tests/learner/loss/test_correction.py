@@ -100,7 +100,7 @@ def L(x: float, A: float) -> float:
 def slow(
     settings: CorrectionConfig, t: int, advantages, theta, mu, anchor, member
 ) -> tuple[float, float]:
-    """The objective of token t and its derivative by theta_t, from the table of algorithms §2."""
+    """Objective of token t and its derivative by theta_t, of the table in docs/algorithms.md."""
     A = advantages[t]
     own = [u for u in range(len(theta)) if member[u] == member[t]]
     r, q = math.exp(theta[t] - anchor[t]), math.exp(theta[t] - mu[t])
@@ -321,7 +321,7 @@ def test_log_rho_is_constant_and_bounded():
 @given(seed=st.integers(0, 10**6))
 @settings(max_examples=examples(25))
 def test_the_weight_of_a_guided_token_is_what_its_kind_says(seed):
-    """algorithms §2: stale w = exp(anchor_e - mu), anchor w = 1, behaviour w = exp(anchor - mu)."""
+    """Guided tokens: stale w = exp(anchor_e - mu), anchor w = 1, behaviour w = exp(anchor - mu)."""
     rng = np.random.default_rng(seed)
     mu, anchor, anchor_e, theta = -rng.exponential(1, (4, 20))
     expected = {

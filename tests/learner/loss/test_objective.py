@@ -1,4 +1,4 @@
-"""The loss of a whole rl update against a loop over tokens in the notation of algorithms §2, §4."""
+"""Loss of a whole rl update, and a loop over tokens in the notation of docs/algorithms.md."""
 
 import math
 from dataclasses import replace

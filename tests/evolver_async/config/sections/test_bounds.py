@@ -52,7 +52,7 @@ def bounds(config: Config, stage: int = 0) -> tuple[str | float, ...]:
 def test_bounds_that_nobody_sets_are_those_of_the_kind(
     tmp_path: Path, correction: str, expected: tuple[str | float, ...]
 ) -> None:
-    """The column "defaults" of algorithms §2."""
+    """The defaults of every correction."""
     config = load(None, [STEPS, f"correction={correction}"])
     assert bounds(config) == expected
     dump(config, tmp_path / "config.yaml")
