@@ -16,9 +16,9 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from evolver_async.config import merge
-from evolver_async.config.ablation import effective
 from evolver_async.config.arguments import apply_arguments, named_keys
 from evolver_async.config.checks import check, check_stage
+from evolver_async.config.effective.changes import effective
 from evolver_async.config.merge import apply, defaults, to_config
 from evolver_async.config.model_defaults import Default, model_defaults
 from evolver_async.config.overrides import refuse_whole_run, refuse_whole_stage

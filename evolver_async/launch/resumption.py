@@ -19,7 +19,7 @@ from evolver_async.checkpoint.directory import (
     verify,
 )
 from evolver_async.config import Config
-from evolver_async.config.ablation import effective
+from evolver_async.config.effective.changes import effective
 from evolver_async.config.load import dump, load_written, stage_as_written, stage_config
 from evolver_async.config.paths import with_absolute_paths
 from evolver_async.config.sections.learner import lr_at

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from evolver_async.config import Config, ConfigError
-from evolver_async.config.ablation import value_of
-from evolver_async.config.inert import idle_because
+from evolver_async.config.effective.changes import value_of
+from evolver_async.config.effective.inert import idle_because
 from evolver_async.config.load import load, stage_config
 from evolver_async.config.paths import with_absolute_paths
 from evolver_async.config.secrets import escaped

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from evolver_async.config import Config, ConfigError
-from evolver_async.config.ablation import value_of
+from evolver_async.config.effective.changes import value_of
 from evolver_async.config.load import load_written
 from evolver_async.config.secrets import looks_secret, mask
 from evolver_async.config.values.rules import keys

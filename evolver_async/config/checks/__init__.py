@@ -7,12 +7,12 @@ sections that they concern. Nothing here touches files.
 from collections.abc import Iterator
 from itertools import chain
 
-from evolver_async.config.ablation import effective
 from evolver_async.config.checks.addresses import buffer_address, no_sockets, weight_channel
 from evolver_async.config.checks.agentevolver import agent, guidance, mechanisms, reward
 from evolver_async.config.checks.learner import demonstrated, groups, learner
 from evolver_async.config.checks.processes import cluster, engine, gpus, policy, scaling, timeouts
 from evolver_async.config.checks.stages import eval_sets, limits, served_tools, stages, tasks
+from evolver_async.config.effective.changes import effective
 from evolver_async.config.sections import Config
 from evolver_async.config.sections.run import SUPERVISED
 from evolver_async.config.values.errors import ConfigError

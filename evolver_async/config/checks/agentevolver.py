@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from evolver_async.config.checks.addresses import endpoint, socket_address
-from evolver_async.config.inert import guided_members
+from evolver_async.config.effective.inert import guided_members
 from evolver_async.config.sections import Config
 from evolver_async.config.sections.agentevolver import LLM_SECTIONS, UNAUDITED
 from evolver_async.config.sections.reward import SUCCESS_RULES

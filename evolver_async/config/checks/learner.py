@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from evolver_async.config.inert import guided_members
+from evolver_async.config.effective.inert import guided_members
 from evolver_async.config.sections import Config
 from evolver_async.config.sections.learner import ROUNDING
 

@@ -13,7 +13,8 @@ import yaml
 from refusals import STEPS
 
 from evolver_async.config import Config, ConfigError
-from evolver_async.config.ablation import lines, value_of
+from evolver_async.config.ablation import lines
+from evolver_async.config.effective.changes import value_of
 from evolver_async.config.load import check_run, load, stage_config
 from evolver_async.config.values.rules import Open, Range, keys, rule
 

@@ -1,7 +1,7 @@
 """Keys that do nothing, because the mechanism that reads them is off: a rule for each mechanism.
 
-A rule yields a key and the setting for which a stage does not read it. `ablation` resets such keys
-and names them; nothing here refuses anything.
+A rule yields a key and the setting for which a stage does not read it. `effective` resets such
+keys, `ablation` names them; nothing here refuses anything.
 """
 
 from collections.abc import Iterator
@@ -80,9 +80,9 @@ def inert(config: Config, stage: StageConfig) -> dict[str, str]:
     """Return the keys that a stage with this configuration does not read, with the reason."""
     kind, found = stage.kind, dict[str, str]()
     rules = [_experience, _judge, _questioning, _endpoints, _tasks, _processes, _rollout, _safety]
-    rules.append(_schedule)
+    rules += [_loss, _schedule]
     if kind == "rl":
-        rules += [_selection, _advantage, _correction, _loss]
+        rules += [_selection, _advantage, _correction]
     for rule in rules:
         for key, why in rule(config):
             found.setdefault(key, why)
