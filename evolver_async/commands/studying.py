@@ -13,12 +13,12 @@ from evolver_async.commands.checked import as_config_errors
 from evolver_async.commands.recipes import names_file, recipe_path
 from evolver_async.config import ConfigError, ablation
 from evolver_async.launch.run_directory import locked
+from evolver_async.memory.units import gib
 from evolver_async.study import definition as definitions
 from evolver_async.study import directory
 from evolver_async.study.cells import cells_of, check_starts, cold_stages, configs_of
 from evolver_async.study.definition import Definition
 from evolver_async.study.directory import OPEN, Study, open_cold_starts, runs_of, state_of
-from evolver_async.study.estimate import StudyEstimate
 from evolver_async.study.scheduler import Scheduler, forget_failures
 from evolver_async.terminal import say
 
@@ -126,9 +126,9 @@ def _summarize(chosen: Study) -> int:
     return 0
 
 
-def _print_plan(chosen: Study, jobs: int) -> StudyEstimate:
-    """Print the number of runs with the time and disk that they need; return these of one run."""
-    from evolver_async.study import report
+def _print_plan(chosen: Study, jobs: int) -> None:
+    """Print the number of runs, and the time and disk that those that are left need."""
+    from evolver_async.study.progress import duration_text, needs
 
     states = [state_of(chosen, run)[0] for run in runs_of(chosen)]
     left = sum(state in OPEN for state in states)
@@ -139,17 +139,20 @@ def _print_plan(chosen: Study, jobs: int) -> StudyEstimate:
         f" {states.count('failed')} failed, {left} to run"
         + (f" after {colds} cold start{'s' * (colds > 1)}" if colds and left else "")
     )
-    expected = report.expected(chosen)
     if left == 0:
-        return expected
-    say(f"estimate: {expected.text(left, colds, jobs)}", flush=True)
+        return
     for name, config in chosen.configs.items():
         for line in ablation.lines(config):
             say(f"cell {name}: {line}", file=sys.stderr)
-    existing = next(one for one in (chosen.out, *chosen.out.absolute().parents) if one.exists())
-    if shutil.disk_usage(existing).free < expected.bytes(left, colds):
-        say(f"warning: {existing} has less free space than that", file=sys.stderr)
-    return expected
+    expected = needs(chosen, jobs)
+    if expected is None:
+        say("estimate: unknown until the first run is finished", flush=True)
+        return
+    at_once = f" with --jobs {jobs}" if jobs > 1 else ""
+    words = f"about {duration_text(expected.seconds)}{at_once}, {gib(expected.bytes)} of disk"
+    say(f"estimate: {words} (each run as the first finished one)", flush=True)
+    if shutil.disk_usage(chosen.out).free < expected.bytes:
+        say(f"warning: {chosen.out} has less free space than that", file=sys.stderr)
 
 
 def _run(chosen: Study, args: argparse.Namespace) -> int:
@@ -159,9 +162,8 @@ def _run(chosen: Study, args: argparse.Namespace) -> int:
 
     if args.retry:
         forget_failures(chosen)
-    expected = _print_plan(chosen, args.jobs)
-    progress = StudyProgress(chosen, args.jobs, expected)
-    scheduler = Scheduler(chosen, args.jobs, progress.report)
+    _print_plan(chosen, args.jobs)
+    scheduler = Scheduler(chosen, args.jobs, StudyProgress(chosen, args.jobs).report)
     complete = scheduler.run()
     report.write(chosen)
     states = [(run.name, *state_of(chosen, run)) for run in runs_of(chosen)]

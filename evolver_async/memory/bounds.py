@@ -71,25 +71,19 @@ def training_bytes(config: Config, shape: Shape) -> int:
         rl = written.kind == "rl"
         reference |= written.kind == "dpo" or (rl and stage.loss.kl_coef > 0)
         separate |= rl and stage.advantage.kind in CRITICS and config.critic.kind == "separate"
-        aligned = rl and stage.correction.max_cosine < 1
-        held = _held_bytes(config, shape, reference=reference, separate=separate, aligned=aligned)
-        most = max(most, held)
+        most = max(most, _held_bytes(config, shape, reference=reference, separate=separate))
     return most
 
 
-def _held_bytes(
-    config: Config, shape: Shape, *, reference: bool, separate: bool, aligned: bool
-) -> int:
-    """Bytes of the policy in training, and of a reference, a separate critic, kept gradients."""
+def _held_bytes(config: Config, shape: Shape, *, reference: bool, separate: bool) -> int:
+    """Bytes of the policy in training, and of a reference and a separate critic."""
     copy, ranks = weight_bytes(config, shape), config.learner.ranks
     if config.policy.lora.rank:  # adapters are small; only a single rank shares the frozen weights
         return copy * (1 + (ranks > 1) * (separate + reference))
     # Several ranks have no copy in the short type: they cast each layer when they gather it.
     short = copy if config.policy.decided_dtype != "float32" and ranks == 1 else 0
-    # control of alignment keeps the gradient before, and copies the present one
-    gradients = 8 * shape.parameters if aligned else 0
     whole = shape.parameters * MASTER_BYTES + short
-    return whole * (1 + separate) + gradients + (copy if reference else 0)
+    return whole * (1 + separate) + (copy if reference else 0)
 
 
 def activation_bytes(config: Config, shape: Shape) -> int:

@@ -167,8 +167,6 @@ def _learner(
     own = FLOAT * trained / ranks
     yield MemoryPart("gradients, moments", 3 * own, "learner.ranks", gpu)
     rl = [stages[index] for index, one in enumerate(config.stages) if one.kind == "rl"]
-    if any(stage.correction.max_cosine < 1 for stage in rl):  # of the step before, and a clone
-        yield MemoryPart("gradients to align", 2 * own, "correction.max_cosine", gpu)
     if any(stage.loss.kl_coef > 0 for stage in rl) or "dpo" in _kinds(config):
         shares = adapted and ranks == 1
         yield MemoryPart("KL reference", 0 if shares else copy / ranks, "loss.kl_coef", gpu)

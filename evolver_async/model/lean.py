@@ -20,7 +20,6 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2Model
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Model
 
 from evolver_async.model.borders import Borders
-from evolver_async.model.products import linear
 from evolver_async.model.tree_attention import attend
 
 FAMILIES = (LlamaModel, Qwen2Model, Qwen3Model)
@@ -111,13 +110,13 @@ def _linears(norm: Any, hidden_TM: Tensor, *linears: nn.Module) -> Tensor:
     weight_OM = torch.cat([one.weight for one in plain])
     biases = [one.bias for one in plain if one.bias is not None]
     bias_O = torch.cat(biases) if biases else None
-    return linear(normed_TM, weight_OM * norm.weight, bias_O)
+    return F.linear(normed_TM, weight_OM * norm.weight, bias_O)
 
 
 def _added(module: nn.Module, hidden_TM: Tensor, input_TI: Tensor) -> Tensor:
     """Add a linear of the input to the hidden states."""
     if type(module) is nn.Linear:
-        return hidden_TM + linear(input_TI, module.weight, module.bias)
+        return hidden_TM + F.linear(input_TI, module.weight, module.bias)
     return hidden_TM + module(input_TI)
 
 

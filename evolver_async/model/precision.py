@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from evolver_async.model.policy import load_model, split_model
-from evolver_async.model.products import SHORT, linear, shorten
+from evolver_async.model.products import SHORT, shorten
 
 FASTER = 1.5  # times as fast as float32 from which bfloat16 pays for what it rounds
 DECODED_ROWS, LEARNED_ROWS = (16, 64), (1024,)  # of the products that are timed
@@ -80,7 +80,7 @@ def _gain(shapes: set[tuple[int, ...]], rows: tuple[int, ...]) -> float:
         rounded_OI = weight_OI.to(SHORT)
         for count in rows:
             x_NI = torch.randn(max(1, min(count, MOST_NUMBERS // weight_OI.numel())), inputs)
-            exact_s += _fastest(lambda x=x_NI, w=weight_OI: linear(x, w))
+            exact_s += _fastest(lambda x=x_NI, w=weight_OI: F.linear(x, w))
             short_s += _fastest(lambda x=x_NI, w=rounded_OI: F.linear(x.to(SHORT), w).float())
     return exact_s / short_s if short_s else 0.0
 

@@ -7,14 +7,11 @@ of one mask (ceil(V / 8)).
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-
-from evolver_async.model.products import linear
 
 # In place of a masked logit. Not -inf: an entropy would add 0 · inf.
 MASKED = -1e30
@@ -70,16 +67,12 @@ class ChunkLinear(torch.autograd.Function):
 
 def projection_of(head: nn.Module, several: bool) -> Callable[[Tensor], Tensor]:
     """Make the projection of a chunk; the gradients of `several` chunks are rounded only once."""
-    if type(head) is nn.Linear and type(head.weight) is nn.Parameter:
-        project_chunk = partial(linear, weight_OI=head.weight, bias_O=head.bias)
-    else:
-        project_chunk = head
     if not several:
-        return project_chunk
+        return head
     assert isinstance(head, nn.Linear)
     weight_VD, bias = head.weight, head.bias
     if weight_VD.element_size() >= torch.float32.itemsize or not weight_VD.requires_grad:
-        return project_chunk
+        return head
     wide_VD = Float32Gradient.apply(weight_VD)
     return lambda hidden_ND: ChunkLinear.apply(hidden_ND, weight_VD.detach(), wide_VD, bias)
 

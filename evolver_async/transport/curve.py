@@ -27,7 +27,6 @@ from evolver_async.transport.keys import (
 
 ZAP_ADDRESS = "inproc://zeromq.zap.01"  # fixed by libzmq, within the context of the socket
 ZAP_DOMAIN = b"evolver-async"
-ZAP_VERSION = b"1.0"
 UNCLEAR_S = 3.0  # a server that restarts behind a proxy cuts handshakes as well
 UNCLEAR_FAILURES = 5
 EVENTS = (

@@ -45,12 +45,11 @@ def lag_table(groups: list[Group], now: WeightId, forks: dict[int, Fork]) -> dic
         for sequence in trajectory.sequences
         for run in sequence.versions
     }
-    return {weights: _lag(head, weights, forks) for weights in sampled}
-
-
-def _lag(head: WeightId, weights: WeightId, forks: dict[int, Fork]) -> Lag:
-    versions = version_lag(head, weights, forks)
-    return Lag(versions, abandoned=versions != head.step - weights.step)
+    versions = {weights: version_lag(head, weights, forks) for weights in sampled}
+    return {
+        weights: Lag(count, abandoned=count != head.step - weights.step)
+        for weights, count in versions.items()
+    }
 
 
 @dataclass(frozen=True)
@@ -159,7 +158,8 @@ class _Rows:
         action_T = role_T == Role.ACTION
         self.kept_T = ~np.repeat(stripped_S, self.length_S) | (role_T != Role.EXPERIENCE)
         self.trained_T = action_T.copy()
-        self.trained_T[self._firsts()] = False
+        kept_S = self._sums(self.kept_T)  # the first tokens of rows have no prediction
+        self.trained_T[np.flatnonzero(self.kept_T)[_starts(kept_S)[:-1][kept_S > 0]]] = False
         self.count_S = self._sums(self.trained_T)
         self.token_T = _joined([one.tokens for one in sequences], np.int32)
         joined = {
@@ -208,11 +208,6 @@ class _Rows:
     def _sums(self, wanted_T: Array) -> Array:
         """Count the wanted tokens of every sequence."""
         return np.add.reduceat(wanted_T, _starts(self.length_S)[:-1], dtype=np.int64)
-
-    def _firsts(self) -> Array:
-        """Return the places of the first tokens of the rows."""
-        kept_S = self._sums(self.kept_T)
-        return np.flatnonzero(self.kept_T)[_starts(kept_S)[:-1][kept_S > 0]]
 
 
 def _of_runs(

@@ -33,6 +33,8 @@ def rollout_metrics(groups: list[Group]) -> dict[str, float]:
     turns = np.array([len(trajectory.turn_rewards) for trajectory in trajectories])
     flags = np.concatenate([trajectory.turn_flags for trajectory in trajectories])
     calls = np.concatenate([tool_calls(trajectory) for trajectory in trajectories])
+    of_groups = [[trajectory.reward for trajectory in group.trajectories] for group in groups]
+    members_alike = sum(len(one) for one in of_groups if alike(one))
     return {
         "train/reward_mean": float(rewards.mean()),
         "train/reward_std": float(rewards.std()),
@@ -42,7 +44,7 @@ def rollout_metrics(groups: list[Group]) -> dict[str, float]:
         "train/unreadable_calls": float(np.mean(flags & UNREADABLE == UNREADABLE)),
         "train/invalid_actions": flagged(flags, TurnFlag.INVALID_ACTION),
         "train/tool_errors": flagged(calls, TurnFlag.TOOL_ERROR),
-        "train/zero_spread": sum(map(_members_alike, groups)) / len(rewards),
+        "train/zero_spread": members_alike / len(rewards),
     }
 
 
@@ -79,12 +81,6 @@ def own_metrics(groups: list[Group]) -> dict[str, float]:
             for name, value in trajectory.metrics.items():
                 found.setdefault(f"env/{name}", []).append(value)
     return {name: float(np.mean(values)) for name, values in sorted(found.items())}
-
-
-def _members_alike(group: Group) -> int:
-    """Return the number of members if all have equal rewards, else 0."""
-    rewards = [trajectory.reward for trajectory in group.trajectories]
-    return len(rewards) if alike(rewards) else 0
 
 
 def env_metrics(groups: list[Group]) -> dict[str, float]:

@@ -17,7 +17,6 @@ from evolver_async.weights import probe
 from evolver_async.weights.channel.source import WeightSource, WholeTensors
 from learner.data.layout import Layout
 from learner.optimize.adamw import make_adamw
-from learner.optimize.alignment import forget
 from learner.optimize.critic import Critic
 from learner.optimize.tensors import load_optimizer, load_weights, save_tensors
 from learner.ranks.gathered import GatheredWeights
@@ -108,7 +107,6 @@ class Models:
         """Carry out the beginning of a stage, once: reset the optimizer, renew the reference or
         free its memory if no stage will need it."""
         begun = self.config.stages[index]
-        forget(self.optimizer)
         if begun.reset_optimizer:
             self.optimizer.state.clear()
             if self.critic is not None:

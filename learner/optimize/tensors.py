@@ -11,7 +11,6 @@ from evolver_async.checkpoint.shards import Shards
 from evolver_async.model import lora
 from evolver_async.model.policy import ModelError, state_tensors
 from learner.optimize.adamw import follow, master
-from learner.optimize.alignment import PREVIOUS
 
 Optimized = tuple[torch.nn.Module, torch.optim.Optimizer]
 
@@ -66,10 +65,7 @@ def load_optimizer(
             if f"step/{key}" not in unknown:
                 continue
             weight = master(parameter)
-            slots = ["exp_avg", "exp_avg_sq"]
-            if f"{PREVIOUS}/{key}" in unknown:
-                slots.append(PREVIOUS)
-            moments = {slot: torch.zeros_like(weight) for slot in slots}
+            moments = {slot: torch.zeros_like(weight) for slot in ("exp_avg", "exp_avg_sq")}
             for slot, tensor in moments.items():
                 _fill(tensor, stored, f"{slot}/{key}")
             moments["step"] = stored.rows(f"step/{key}").to(weight.device)

@@ -31,7 +31,6 @@ from learner.optimize.adamw import (
     update,
     with_gradient,
 )
-from learner.optimize.alignment import align, forget, remember
 from learner.optimize.critic import CriticTraining
 from learner.optimize.distill import DISTILL_KL, DISTILL_TOKENS, Distillation
 from learner.optimize.model import Models
@@ -100,15 +99,13 @@ class UpdateLimits:
     """Limits of the updates of a step.
 
     scales_lr: the learning rate of an update is multiplied by the square root of its
-    `Accounting.ess_share`. max_cosine: the bound on the cosine of consecutive gradients (`align`),
-    1 for none. target_kl: the bound on `Accounting.moved`, none while the critic warms up. Data
-    beyond it end the step, and the last update is taken back, whose own data are measured once more
-    if those of the next one are within. counts_age: data can be beyond the bound by their age, so
-    that what the last update alone moved them counts.
+    `Accounting.ess_share`. target_kl: the bound on `Accounting.moved`, none while the critic warms
+    up. Data beyond it end the step, and the last update is taken back, whose own data are measured
+    once more if those of the next one are within. counts_age: data can be beyond the bound by their
+    age, so that what the last update alone moved them counts.
     """
 
     scales_lr: bool = False
-    max_cosine: float = 1.0
     target_kl: float = math.inf
     counts_age: bool = False
 
@@ -117,8 +114,7 @@ class UpdateLimits:
         """Return the limits of a stage; only a policy loss has some."""
         if not isinstance(loss, Objective):
             return cls()
-        bounds = stage.correction.max_cosine, stage.loss.target_kl, loss.counts_age
-        return cls(scales_lr(stage.correction), *bounds)
+        return cls(scales_lr(stage.correction), stage.loss.target_kl, loss.counts_age)
 
 
 class Stepper:
@@ -147,7 +143,7 @@ class Stepper:
 
         Only applied updates are measured. step: of the stage, which has `steps`.
         """
-        scales, max_cosine = limits.scales_lr, limits.max_cosine
+        scales = limits.scales_lr
         rate = lr_at(step, stage.learner, steps=steps)
         others = [] if critic is None else [(critic.critic.optimizer, critic.settings.lr)]
         done, failure, ended = list[_Update](), None, None
@@ -167,12 +163,8 @@ class Stepper:
                 break
             self.models.ranks.progress.updated = True
             with self.timers("optimizer"):
-                if max_cosine < 1:
-                    terms["loss/grad_cosine"], grads = align(self.models.optimizer, max_cosine)
                 moved = with_gradient(self.models.optimizer)
                 made, *rest = update(moves, loss=total, grad_clip=stage.learner.grad_clip)
-                if max_cosine < 1 and made.applied:
-                    remember(self.models.optimizer, grads)
             if not made.applied:
                 failure = Failure(total, sum(one.grad_norm for one in (made, *rest)))
                 break
@@ -230,18 +222,13 @@ class Stepper:
         too_far = led is not None and not led <= bound  # one that is no number is beyond any bound
         means["learner/taken_back"] = float(too_far)
         if too_far:
-            self._undo(done)
+            with self.timers("optimizer"):
+                last = done.pop()
+                take_back(self.models.optimizer, last.moved, last.lr)
+                follow(self.models.model.parameters())
             return led
         means |= {} if led is None else {"offpolicy/kl_moved": led}
         return None
-
-    def _undo(self, done: list[_Update]) -> None:
-        """Take back the last update."""
-        with self.timers("optimizer"):
-            last = done.pop()
-            take_back(self.models.optimizer, last.moved, last.lr)
-            follow(self.models.model.parameters())
-            forget(self.models.optimizer)
 
     def _applied(
         self,

@@ -54,7 +54,10 @@ class GatheredWeights:
         ranks = self._ranks
         if ranks.rank == 0:
             others = [name for name in self._tensors if name not in self._sharded]
-            yield [whole_part(name, self._converted(name).contiguous()) for name in others]
+            yield [
+                whole_part(name, self._tensors[name].to(self._dtypes[name]).contiguous())
+                for name in others
+            ]
         size = aligned(BUCKET_BYTES // ranks.count)
         sent_N = torch.zeros(size, dtype=torch.uint8, device=ranks.device)
         found_RN = [torch.zeros_like(sent_N) for _ in range(1, ranks.count) if ranks.rank == 0]
@@ -73,9 +76,6 @@ class GatheredWeights:
                 for segment in segments
                 for part in self._part(segment, rank, found_N)
             ]
-
-    def _converted(self, name: str) -> Tensor:
-        return self._tensors[name].to(self._dtypes[name])
 
     def _buckets(self, size: int) -> Iterator[list[Segment]]:
         """Cut the stream of shares into buckets of at most `size` bytes."""

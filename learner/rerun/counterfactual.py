@@ -2,7 +2,7 @@
 
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -121,21 +121,13 @@ def comparison(pairs: list[tuple[dict[str, Any], dict[str, Any]]]) -> list[str]:
     for title, last in (("mean over the steps", False), ("last step", True)):
         lines.append(f"{title:22}{'run':>13}{'rerun':>13}{'change':>13}")
         for name, metric in TABLE.items():
-            both = np.array([*_both(pairs, name)])
+            found = [(theirs.get(name), ours.get(name)) for theirs, ours in pairs]
+            both = np.array([one for one in found if None not in one])
             if len(both):
                 run, rerun = both[-1] if last else both.mean(axis=0)
                 numbers = (run, rerun, rerun - run)
                 lines.append(f"{metric:22}" + "".join(f"{number:>13.5g}" for number in numbers))
     return lines
-
-
-def _both(
-    pairs: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]], name: str
-) -> Iterator[tuple[float, float]]:
-    """Yield a metric of the run and of the rerun for each step that has it in both."""
-    for theirs, ours in pairs:
-        if theirs.get(name) is not None and ours.get(name) is not None:
-            yield theirs[name], ours[name]
 
 
 def _seconds(made: RerunPlan, seconds: float) -> str:

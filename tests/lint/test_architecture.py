@@ -70,6 +70,7 @@ HOMES: dict[str, tuple[str, ...]] = {
     "openenv": ("actors.envs.adapters.openenv_env",),
     "math_verify": ("actors.rewards.answers",),
     "xgrammar": ("evolver_async.model.grammar",),
+    "rapidfuzz": ("actors.envs.webshop.reward",),
     "httpx": (
         "actors.experience.embedding_endpoint",
         "actors.llm.client",

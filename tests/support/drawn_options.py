@@ -100,7 +100,6 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "correction.anchor": ("interpolate",),
     "correction.guided": ("anchor", "behaviour"),
     "correction.level": ("trajectory",),
-    "correction.max_cosine": (0.0,),
     "loss.boost": (0.6,),
     "loss.target_kl": (0.01,),
     "loss.aggregation": ("sequence_mean", "sequence_sum_norm"),

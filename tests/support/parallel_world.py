@@ -84,9 +84,8 @@ def settings_of(name: str, directory: Path) -> tuple[Config, str, list[Group]]:
         settings.learner.packing = True
         settings.learner.token_budget, settings.learner.logprob_chunk = 64, 3
         return settings, "rl", guided_groups(5)
-    if name == "aligned":
+    if name == "vcpo":
         settings = guided_config(plain, "strip", kind="vcpo")
-        settings.correction.max_cosine = 0.1
         settings.loss.boost = 0.0
         return settings, "rl", guided_groups(5)
     if name == "sft":

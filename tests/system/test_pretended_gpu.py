@@ -60,7 +60,6 @@ RUNS = {
     "bounds on updates": [
         "loss.target_kl=0.001",
         "correction.kind=icepop",
-        "correction.max_cosine=0.1",
     ],
     "sequence ratios": ["correction.kind=gspo", "correction.anchor=interpolate"],
     "distillation": [*GUIDED, "experience.internalise=distill"],

@@ -109,7 +109,7 @@ class _StepBuffers:
     """Results of the layers of one forward.
 
     `kept`: the first layer's results are memory for the others and for later forwards, except
-    products of oneDNN, which are new tensors. With many tokens all are new: memory that was just
+    products in bfloat16, which are new tensors. With many tokens all are new: memory that was just
     freed is still in the processor's cache.
     """
 
@@ -185,7 +185,7 @@ class FusedDecoder:
         self._layers: list[_Layer] = []  # copies of before go first: both would not be planned for
         self._embed = self._decoder.embed_tokens.weight
         self._norm = self._decoder.norm.weight
-        self.head = Linear(self._head_module.weight, self._head_module.bias, self._copied)
+        self.head = Linear(self._head_module.weight, self._head_module.bias)
         self._layers = [self._layer(layer) for layer in self._decoder.layers]
 
     def _layer(self, layer: Any) -> _Layer:
@@ -196,10 +196,10 @@ class FusedDecoder:
             norm=layer.input_layernorm.weight,
             inner=Linears(inner, self._copied),
             head_norms=self._head_norms(attention),
-            out=Linear(out.weight, out.bias, self._copied, isinstance(out, ShortLinear)),
+            out=Linear(out.weight, out.bias, isinstance(out, ShortLinear)),
             mlp_norm=layer.post_attention_layernorm.weight,
             gates=Linears([mlp.gate_proj, mlp.up_proj], self._copied),
-            down=Linear(down.weight, down.bias, self._copied, isinstance(down, ShortLinear)),
+            down=Linear(down.weight, down.bias, isinstance(down, ShortLinear)),
         )
 
     def _head_norms(self, attention: Any) -> Tensor | None:

@@ -12,6 +12,9 @@ from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from typing import NamedTuple
 
+from rapidfuzz.fuzz import token_set_ratio
+from rapidfuzz.utils import default_process
+
 from actors.envs.webshop.catalogue import Goal, Product
 
 CLOSE = 85  # of 100: texts more alike than this are the same
@@ -108,39 +111,11 @@ def nouns(title: str) -> tuple[str, ...]:
 
 @lru_cache(maxsize=65536)
 def alike(one: str, other: str) -> int:
-    """Compute thefuzz's `token_set_ratio`: 0 to 100, 100 if the words of one contain the
-    other's."""
-    words, others = _words(one), _words(other)
-    if not words or not others:
-        return 0
-    shared = " ".join(sorted(words & others))
-    left = " ".join((shared, *sorted(words - others))).strip()
-    right = " ".join((shared, *sorted(others - words))).strip()
-    return max(_ratio(shared, left), _ratio(shared, right), _ratio(left, right))
+    """Compute thefuzz's `token_set_ratio`, as WebShop does: 0 to 100, 100 if the words of one
+    contain the other's."""
+    return round(token_set_ratio(one, other, processor=_plain))
 
 
-def _words(text: str) -> set[str]:
-    """Split into lower-case words (İ is one letter); Latin-1 letters beyond ASCII are dropped, as
-    in thefuzz."""
-    plain = re.sub(r"[\x80-\xff]", "", text).replace("İ", "i")
-    return set(re.sub(r"[\W_]", " ", plain).lower().split())
-
-
-def _ratio(one: str, other: str) -> int:
-    """Compute the share of the longest common subsequence in both texts, in per cent."""
-    if not one or not other:
-        return 0
-    return round(200 * _common(one, other) / (len(one) + len(other)))
-
-
-def _common(one: str, other: str) -> int:
-    """Compute the length of the longest common subsequence; Hyyrö's bit-parallel algorithm
-    (2004)."""
-    places: dict[str, int] = {}
-    for place, letter in enumerate(one):
-        places[letter] = places.get(letter, 0) | 1 << place
-    row = full = (1 << len(one)) - 1
-    for letter in other:
-        met = row & places.get(letter, 0)
-        row = (row + met) | (row - met)
-    return (~row & full).bit_count()
+def _plain(text: str) -> str:
+    """Return words in lower case; Latin-1 letters beyond ASCII are dropped, as in thefuzz."""
+    return default_process(re.sub(r"[\x80-\xff]", "", text))

@@ -136,9 +136,6 @@ class CorrectionConfig:
     epsilon: Annotated[float, Range(infinite=True)] = 4.0
     second_moment: Positive = 0.04  # m2po: largest mean square of log w of the tokens that train
     divergence: PositiveFraction = 0.2  # dppo_tv: largest change of a token's probability
-    # largest cosine of an update's gradient with the one before; what is beyond is projected away
-    # (GAC); 1: no bound, and no copy of a gradient is kept
-    max_cosine: Fraction = 1.0
     # share of tokens without gradient above which a warning is logged; five such steps end the run
     max_masked: Fraction = 0.9
     params: dict[str, Any] = field(default_factory=dict)  # of a function of one's own

@@ -5,7 +5,6 @@ from typing import Annotated, Any
 
 from evolver_async.config.sections.agentevolver import LlmConfig
 from evolver_async.config.values.rules import Count, Open, Pattern, Positive, Signed
-from evolver_async.extension import is_own
 
 OF_ANSWERS = ("exact", "number", "math", "llm")  # terms that compare the reply with an answer
 OF_TEXTS = ("regex", "code")
@@ -61,11 +60,6 @@ class RewardConfig:
         """Return the label of the first term that measures the answer, "" if there is none."""
         answering = (t for t in self.terms if t.weight > 0 and t.name not in (*OF_ENV, *OF_COSTS))
         return next((term.called for term in answering), "")
-
-    @property
-    def own_functions(self) -> list[str]:
-        """Return the import paths among the terms."""
-        return [term.name for term in self.terms if is_own(term.name)]
 
 
 def expanded(section: Any) -> Any:

@@ -152,8 +152,6 @@ def test_training_needs_what_its_largest_stage_holds():
     assert training_bytes(config, SEVEN) == 2 * plain + 2 * SEVEN_B, "the critic stays"
     config.stages = [StageConfig(kind="dpo", steps=1), StageConfig(kind="sft", override=critic)]
     assert training_bytes(config, SEVEN) == plain + 2 * SEVEN_B, "a dpo stage has a reference"
-    config.stages = [StageConfig(steps=1, override={"correction": {"max_cosine": 0.5}})]
-    assert training_bytes(config, SEVEN) == plain + 8 * SEVEN_B
     config.stages = [
         StageConfig(steps=1),
         StageConfig(override={"learner": {"token_budget": 32768}}),

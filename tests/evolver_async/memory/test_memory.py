@@ -97,17 +97,6 @@ def test_adapters_count_by_the_last_part_of_their_targets() -> None:
     assert trained("qkv_proj") == trained("q_proj", "qkv_proj") == every, "of another family"
 
 
-def test_aligned_gradients_take_eight_bytes_a_trained_parameter() -> None:
-    assert part(planned(), "learner", "gradients to align") == 0
-    one = "stages=[{kind: rl, steps: 9, override: {correction: {max_cosine: 0.5}}}]"
-    assert part(planned(one), "learner", "gradients to align") == 8 * SHAPE.parameters
-    supervised = planned("correction.max_cosine=0.5", "stages=[{kind: sft, steps: 9}]")
-    assert part(supervised, "learner", "gradients to align") == 0
-    adapters = planned(one, "policy.lora.rank=8", "learner.minibatches=1")
-    trained = part(adapters, "learner", "gradients, moments") / 12
-    assert part(adapters, "learner", "gradients to align") == 8 * trained
-
-
 def test_a_separate_critic_has_the_copies_that_the_policy_has() -> None:
     critic = ("advantage={kind: gae}", "critic.kind=separate")
     short = planned(*critic, "policy.dtype=bfloat16", gpu=True)

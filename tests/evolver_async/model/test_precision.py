@@ -14,7 +14,7 @@ from transformers.models.auto import AutoModelForCausalLM
 
 from actors.engines.base import Request
 from actors.engines.torch_engine import TorchEngine
-from evolver_async.config import Config
+from evolver_async.config import Config, StageConfig
 from evolver_async.config.load import dump, load_written
 from evolver_async.model import lora, policy, precision
 from evolver_async.model.borders import Borders
@@ -209,7 +209,7 @@ def test_auto_is_decided_once_by_the_speed_of_the_models_products(
 ) -> None:
     monkeypatch.setattr(prepare, "gains", lambda model: found)
     monkeypatch.setattr(prepare, "on_gpu", lambda device: "cuda" in device)
-    config = Config()
+    config = Config(stages=[StageConfig(steps=1)])
     config.policy.path = saved("qwen3", tmp_path / "model")
     dump(config, tmp_path / "config.yaml")
     assert prepare._decide(config, tmp_path, False).policy.dtype == chosen

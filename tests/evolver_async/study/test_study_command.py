@@ -20,8 +20,7 @@ from evolver_async.config.load import dump, load
 from evolver_async.study.cells import configs_of
 from evolver_async.study.definition import Definition
 from evolver_async.study.directory import Study, cold_run, command_of, runs_of, state_of
-from evolver_async.study.estimate import RunEstimate, StudyEstimate
-from evolver_async.study.progress import StudyProgress
+from evolver_async.study.progress import StudyProgress, needs, size_of
 from evolver_async.study.scheduler import EndedRun, RunningCell, Scheduler, forget_failures
 from evolver_async.watch.runs import END
 
@@ -118,27 +117,24 @@ def test_a_study_is_not_made_in_the_directory_of_a_run(
     assert [one.name for one in (tmp_path / "study").iterdir()] == ["config.yaml"]
 
 
-def test_a_dry_run_prints_the_cells_and_the_estimate(
-    ended: Ended, recipe: Path, tmp_path: Path
-) -> None:
+def test_a_dry_run_prints_the_cells(ended: Ended, recipe: Path, tmp_path: Path) -> None:
     changes = ["actors.weight_lag=0,2", "--tie", "buffer.max_staleness=actors.weight_lag"]
     code, said = ended(recipe, *changes, "--seeds", "0..4", "--jobs", "2", "--dry-run")
     assert code == 0
     assert "weight_lag-2: actors.weight_lag=2 buffer.max_staleness=2\n" in said
     assert "2 cells x 5 seeds = 10 runs, 0 finished, 0 failed, 10 to run\n" in said
-    assert "estimate: about 0:0" in said and "with --jobs 2 and " in said
+    assert "estimate: unknown" in said
     assert not (tmp_path / "study").exists()
 
 
-def test_a_cold_start_counts_once_a_seed_in_the_estimate(ended: Ended, recipe: Path) -> None:
-    def minutes(*options: str) -> int:
-        changes = ["learner.lr=1e-3,1e-4,1e-5,1e-6", "stages.0.steps=6000", "--seeds", "0..1"]
-        said = ended(recipe, *changes, *options, "--dry-run")[1]
-        assert ("8 to run after 2 cold starts\n" in said) == bool(options), said
-        hours, rest = said.split("estimate: about ")[1].split(":")[:2]
-        return 60 * int(hours) + int(rest)
-
-    assert minutes() > 3 * minutes("--cold-start")
+def test_a_dry_run_estimates_by_the_first_finished_run(ended: Ended, tmp_path: Path) -> None:
+    grid = {"learner.lr": ("1e-3", "1e-4")}
+    study = made_study(tmp_path / "study", Definition("r", seeds=(0, 1), grid=grid))
+    write_run(run_of(study, "lr-1e-4", 0), [0.5] * 30)  # 2 s a step
+    write_run(run_of(study, "lr-1e-3", 1), [0.5])
+    code, said = ended("--jobs", "1", "--dry-run")
+    assert code == 0 and "2 to run\nestimate: about 0:02:00, " in said
+    assert "estimate: about 0:01:00 with --jobs 2, " in ended("--jobs", "2", "--dry-run")[1]
 
 
 def test_a_path_with_an_equals_sign_is_no_change(
@@ -232,21 +228,23 @@ def test_a_cold_start_comes_before_the_cells_of_its_seed(tmp_path: Path) -> None
     assert names() == ["lr-1e-3-s0", "lr-1e-4-s0", "cold-1"]
 
 
-def test_what_is_left_follows_the_runs_and_cold_starts_that_have_finished(
+def test_what_is_left_follows_the_first_run_and_cold_start_that_have_finished(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     grid = {"learner.lr": ("1e-3", "1e-4")}
     definition = Definition("r", seeds=(0, 1), grid=grid, cold_start=True)
     study = made_study(tmp_path / "study", definition)
-    unknown = RunEstimate(None, 0.0, "a guess")
-    progress = StudyProgress(study, 1, StudyEstimate(unknown, RunEstimate(500.0, 0.0, "a guess")))
-    write_cold(study, 0, 0.3)
-    progress.report(EndedRun(cold_run(study, 0), "finished", "", 60.0), 4)
+    progress = StudyProgress(study, 1)
+    cold = cold_run(study, 0)
+    write_cold(study, 0, 0.3)  # two steps of 2 s
+    progress.report(EndedRun(cold, "finished", "", 60.0), 4)
     assert "left 4 runs\n" in capsys.readouterr().out  # how long a run takes is not known yet
-    forked = Config(stages=[StageConfig(kind="sft", steps=4), StageConfig(steps=4)])
-    write_run(run_of(study, "lr-1e-3", 0), [0.4], config=forked)
-    progress.report(EndedRun(run_of(study, "lr-1e-3", 0), "finished", "", 20.0), 3)
-    assert "left 0:02:00\n" in capsys.readouterr().out  # three runs of 20 s, a cold start of 60
+    config = Config(stages=[StageConfig(kind="sft", steps=4), StageConfig(steps=4)])
+    first = run_of(study, "lr-1e-4", 0)
+    write_run(first, [0.4] * 10, before_s=4.0, config=config)
+    progress.report(EndedRun(first, "finished", "", 50.0), 3)
+    assert "left 0:01:04\n" in capsys.readouterr().out  # three runs of 20 s, a cold start of 4
+    assert needs(study, 2) == (44.0, 3 * size_of(first.directory) + size_of(cold.directory))
 
 
 def test_a_fork_gets_what_differs_from_the_first_cell(recipe: Path, tmp_path: Path) -> None:

@@ -30,9 +30,9 @@ from learner.run.rank_server import meeting
 
 pytestmark = pytest.mark.process
 
-KINDS = ("rl", "bounded", "distill", "aligned", "sft", "dpo", "ppo", "apart", "apart_lora")
+KINDS = ("rl", "bounded", "distill", "vcpo", "sft", "dpo", "ppo", "apart", "apart_lora")
 SHORT = ("bf16", "apart_bf16")
-RESUMED = ("rl", "aligned", "ppo", "apart", "apart_lora")
+RESUMED = ("rl", "ppo", "apart", "apart_lora")
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 

@@ -1,19 +1,15 @@
-"""Merged and packed linear maps give what the modules give, for any number of rows."""
+"""Merged linear maps give what the modules give, for any number of rows."""
 
 import pytest
 import torch
 from torch import nn
 
-from actors.engines.decoding import linears
 from actors.engines.decoding.linears import Linear, Linears
 
 
 @pytest.mark.parametrize("copied", [False, True])
 @pytest.mark.parametrize("biases", [(False, False), (True, True), (True, False)])
-def test_results_are_those_of_the_modules(
-    monkeypatch: pytest.MonkeyPatch, copied: bool, biases: tuple[bool, bool]
-) -> None:
-    monkeypatch.setattr(linears, "MIN_PACKED", 1000)
+def test_results_are_those_of_the_modules(copied: bool, biases: tuple[bool, bool]) -> None:
     modules = [nn.Linear(32, 48, biases[0]), nn.Linear(32, 16, biases[1])]
     with torch.inference_mode():
         joined = Linears(modules, copied)
@@ -25,13 +21,11 @@ def test_results_are_those_of_the_modules(
             assert torch.allclose(joined(x, memory), expected, atol=1e-5)
 
 
-@pytest.mark.parametrize("copied", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
-def test_a_map_is_added_in_place(monkeypatch: pytest.MonkeyPatch, copied: bool, bias: bool) -> None:
-    monkeypatch.setattr(linears, "MIN_PACKED", 1000)
+def test_a_map_is_added_in_place(bias: bool) -> None:
     module = nn.Linear(32, 48, bias)
     with torch.inference_mode():
-        linear = Linear(module.weight, module.bias, copied)
+        linear = Linear(module.weight, module.bias)
         for rows in (1, 16, 4096):
             x, to = torch.randn(rows, 32), torch.randn(rows, 48)
             expected = to + module(x)
