@@ -19,6 +19,7 @@ from types import MappingProxyType
 import numpy as np
 
 from evolver_async.config import Config
+from evolver_async.config.sections.learner import WITH_CRITIC
 from evolver_async.lineages import Fork
 from evolver_async.metrics.histograms import Histogram
 from evolver_async.metrics.writer import Timers
@@ -26,7 +27,6 @@ from evolver_async.model import policy
 from evolver_async.room import lacks_room
 from evolver_async.schema import Array, Group, WeightId
 from learner.advantage.assign import assign
-from learner.advantage.gae import WITH_CRITIC
 from learner.advantage.reliance import weighted
 from learner.advantage.rewards import label_metrics, rewards_of
 from learner.data.batch import Batch, LogProbs, Minibatch, Values

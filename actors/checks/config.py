@@ -69,7 +69,8 @@ def check(config: Config) -> None:
     if config.rollout.agent_reward == "judged":
         authorization(config.judge.llm.key_env, "judge.llm.key_env")
     RewardScorer(config)  # which checks the parameters of its terms
-    if config.questioning.profile not in ("", SUMMARISED):
+    asks = config.questioning.kind == "llm"
+    if asks and config.questioning.profile not in ("", SUMMARISED):
         load_profile(config.questioning.profile)
     check_servers(config)
     probed = set[str]()

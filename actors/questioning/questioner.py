@@ -82,7 +82,8 @@ class Questioner:
             loaded, _ = load_embedder(config.experience)  # only these tasks have queries
             embedder = CountedEmbedder(loaded, self._failures, "questioning")
         self._timeout_s = config.env.step_timeout_s
-        self._profiles = Profiles(self.config.profile, self._client)
+        profile = "" if self._client is None else self.config.profile
+        self._profiles = Profiles(profile, self._client)
         self._known = KnownTasks(self.config.jaccard, self.config.similarity, embedder)
         self._counts: Counter[str] = Counter(dict.fromkeys(names, 0))
 

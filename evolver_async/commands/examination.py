@@ -4,7 +4,8 @@ import argparse
 import contextlib
 
 from evolver_async.commands.recipes import names_file, recipe_path
-from evolver_async.config.load import load, load_explained, to_yaml
+from evolver_async.config import ablation
+from evolver_async.config.load import load_explained, to_yaml
 from evolver_async.config.paths import with_absolute_paths
 from evolver_async.config.plan import plan
 from evolver_async.config.secrets import mask
@@ -23,7 +24,10 @@ def examine(args: argparse.Namespace) -> int:
             "doctor: changes need a recipe before them: evolver-async doctor RECIPE …"
         )
     recipe, dotlist = recipe_path(args.positional[0]), args.positional[1:]
-    config = with_absolute_paths(load(recipe, dotlist))
+    given, reasons = load_explained(recipe, dotlist)
+    config = with_absolute_paths(given)
+    for line in ablation.lines(given, reasons):
+        say(line)
     return 0 if report.show_recipe(report.screen(), config, recipe, dotlist) else 1
 
 
@@ -35,6 +39,6 @@ def show(args: argparse.Namespace) -> int:
     with contextlib.suppress(ValueError):  # an environment that this machine lacks: `doctor` tells
         config = resolve("formats")(config)
     say(mask(to_yaml(config, reasons)), end="")
-    for line in plan(config):
+    for line in (*plan(config), *ablation.lines(config, reasons)):
         say(f"# {mask(line)}")
     return 0

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from evolver_async.commands.checked import as_config_errors
 from evolver_async.commands.recipes import names_file, recipe_path
-from evolver_async.config import ConfigError
+from evolver_async.config import ConfigError, ablation
 from evolver_async.launch.run_directory import locked
 from evolver_async.memory.units import gib
 from evolver_async.study import definition as definitions
@@ -141,6 +141,9 @@ def _print_plan(chosen: Study, jobs: int) -> None:
     )
     if left == 0:
         return
+    for name, config in chosen.configs.items():
+        for line in ablation.lines(config):
+            say(f"cell {name}: {line}", file=sys.stderr)
     expected = needs(chosen, jobs)
     if expected is None:
         say("estimate: unknown until the first run is finished", flush=True)

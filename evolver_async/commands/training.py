@@ -12,7 +12,7 @@ import msgspec
 
 from evolver_async.commands.checked import as_config_errors, run_directory
 from evolver_async.commands.recipes import names_file, recipe_path
-from evolver_async.config import Config, ConfigError
+from evolver_async.config import Config, ConfigError, ablation
 from evolver_async.config.load import load_explained, load_written
 from evolver_async.config.model_defaults import said
 from evolver_async.config.paths import directory_of, with_absolute_paths
@@ -49,7 +49,7 @@ def train(args: argparse.Namespace) -> int:
     with contextlib.ExitStack() as held:
         try:
             with as_config_errors():
-                config, run_dir, lines = _prepare(args, held)
+                config, run_dir, lines, warnings = _prepare(args, held)
         except FinishedRun as finished:
             if args.resume != AUTO:
                 raise
@@ -61,6 +61,8 @@ def train(args: argparse.Namespace) -> int:
                 held.enter_context(prometheus.served(run_dir, config))
         held.enter_context(live.shown(run_dir, config, config.metrics.panel))
         set_up_logging(run_dir / "logs" / "launcher.log", logging.WARNING)
+        for line in warnings:
+            log.warning(line)
         with as_config_errors():
             _announce(run_dir, config, args)
         runs.begin(run_dir)
@@ -116,9 +118,9 @@ def _alert_of_end(config: Config, run_dir: Path, ending: runs.Ending) -> None:
 
 def _prepare(
     args: argparse.Namespace, held: contextlib.ExitStack
-) -> tuple[Config, Path, list[str]]:
-    """Return the configuration and the directory of the run, which `held` keeps locked, and what
-    the console says of a new run's configuration."""
+) -> tuple[Config, Path, list[str], list[str]]:
+    """Return the configuration and the directory of the run, which `held` keeps locked, what the
+    console says of a new run's configuration, and what log and console warn of."""
     recipe, dotlist = _recipe_of(args)
     auto = args.resume == AUTO
     if args.resume is None or auto:
@@ -131,11 +133,12 @@ def _prepare(
             if given.policy.path:
                 texts += pace.time_texts(config, Pace.read(run_dir))
                 texts += pace.memory_texts(config)
-            return config, run_dir, pace.lines(texts)
+            return config, run_dir, pace.lines(texts), ablation.lines(given, reasons)
         held.enter_context(locked(begun))
         places = [one for one in dotlist if _names_place(one)]
         _warn_of_ignored(begun, [one for one in dotlist if one not in places])
-        return resume(begun, places), begun, []
+        config = resume(begun, places)
+        return config, begun, [], ablation.lines(config)
     run_dir = run_directory(args.resume)
     before = config_of(run_dir, checked=False)
     if args.fork is not None:
@@ -144,7 +147,7 @@ def _prepare(
     else:
         held.enter_context(locked(run_dir))
         config = resume(run_dir, dotlist, args.step)
-    return config, run_dir, raised_rate(before, config, run_dir)
+    return config, run_dir, raised_rate(before, config, run_dir), ablation.lines(config)
 
 
 def _names_place(change: str) -> bool:

@@ -18,7 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 from evolver_async.config import merge
 from evolver_async.config.arguments import apply_arguments, named_keys
 from evolver_async.config.checks import check, check_stage
-from evolver_async.config.checks.learner import idle
+from evolver_async.config.effective.changes import effective
 from evolver_async.config.merge import apply, defaults, to_config
 from evolver_async.config.model_defaults import Default, model_defaults
 from evolver_async.config.overrides import refuse_whole_run, refuse_whole_stage
@@ -26,7 +26,6 @@ from evolver_async.config.secrets import escaped
 from evolver_async.config.sections import Config
 from evolver_async.config.sections.learner import by_kind
 from evolver_async.config.values.errors import ConfigError
-from evolver_async.extension import is_own
 from evolver_async.file_formats import foreign_run
 from evolver_async.files import write_whole
 
@@ -56,7 +55,7 @@ def load_explained(
         named = {key for tree in trees for key in _leaves(tree)} | named_keys(dotlist)
         layer = model_defaults(config, named)
         config = _merged(_nested(layer), trees, dotlist)
-    _check(config)
+    check_run(config)
     return config, {key: default.why for key, default in layer.items()}
 
 
@@ -110,36 +109,19 @@ def load_written(run_dir: Path, changes: Sequence[str] = (), *, checked: bool = 
 def _problem(config: Config) -> str:
     """Return what cannot work in a configuration, "" if it can."""
     try:
-        _check(config)
+        check_run(config)
     except ConfigError as error:
         return str(error)
     return ""
 
 
-def _check(config: Config) -> None:
+def check_run(config: Config) -> None:
     """Raise ConfigError for what cannot work in a configuration, every stage included."""
     check(config)
-    _check_stages(config)
-
-
-def _check_stages(config: Config) -> None:
-    """Raise ConfigError for what cannot work in a stage, and for keys that act in none."""
-    rl, samples_itself = [], False
     for index, stage in enumerate(config.stages):
         staged = stage_config(config, index)
-        samples_itself |= is_own(staged.buffer.sampler)
-        if stage.kind == "rl":
-            found = [dict(idle(staged))]
-            if staged.safety.action == "rollback":
-                found.append(dict(idle(stage_config(config, index, rollbacks=1))))
-                _refuse_idle(found[-1:], staged.safety.rollback, "safety.rollback")
-            _refuse_idle(found, stage.override, f"stages[{index}].override")
-            rl += found
-    for key in _idle_in_all(rl):
-        raise ConfigError(f"{key}: {rl[0][key]}")
-    if config.buffer.params and not samples_itself:
-        reads = f"buffer.sampler={config.buffer.sampler} reads none"
-        raise ConfigError(f"buffer.params: must be empty: {reads}")
+        if stage.kind == "rl" and staged.safety.action == "rollback":
+            stage_config(config, index, rollbacks=1)
 
 
 def stage_as_written(config: Config, index: int) -> Config:
@@ -152,8 +134,9 @@ def stage_config(config: Config, index: int, rollbacks: int = 0) -> Config:
 
     After `rollbacks` of the stage `safety.rollback` is merged in as well, and the learning rate is
     smaller. Bounds that a recipe leaves open to `correction.kind` are closed here and here alone: a
-    resumed run or a stage with another kind gets the bounds of that kind. Sections that do not
-    change are those of `config` itself.
+    resumed run or a stage with another kind gets the bounds of that kind. Keys that do nothing in
+    the stage have their defaults, so that they cannot act. Sections that do not change are those of
+    `config` itself.
     """
     override = config.stages[index].override
     where = f"stages[{index}].override"
@@ -176,6 +159,7 @@ def stage_config(config: Config, index: int, rollbacks: int = 0) -> Config:
             check_stage(merged, index)
         except ConfigError as error:
             raise ConfigError(f"safety.rollback: {error}") from None
+    merged = effective(merged, config.stages[index])
     # between engine and learner bfloat16 alone rounds a fresh sequence out of the narrow bounds
     fresh = merged.buffer.max_staleness == 0 and merged.policy.decided_dtype == "float32"
     correction, loss = by_kind(merged.correction, merged.loss, fresh=fresh)
@@ -191,19 +175,6 @@ def _refused_without(config: Config, index: int) -> str:
     except ConfigError as error:
         return str(error)
     return ""
-
-
-def _refuse_idle(found: list[dict[str, str]], tree: dict[str, Any], where: str) -> None:
-    """Raise ConfigError for a key that `tree` sets and that is idle throughout: see `idle`."""
-    for key in _idle_in_all(found):
-        section, name = key.split(".")
-        if name in tree.get(section, {}):
-            raise ConfigError(f"{where}: {key}: {found[0][key]}")
-
-
-def _idle_in_all(found: list[dict[str, str]]) -> list[str]:
-    """Return the keys that change nothing in any of these configurations of rl stages."""
-    return [key for key in (found[0] if found else ()) if all(key in one for one in found)]
 
 
 def concurrent_members(config: Config) -> list[int]:

@@ -92,7 +92,7 @@ def override(config: Config, tree: dict[str, Any]) -> Config:
     the tree or of these sections has `${`, or the tree names an environment.
     """
     named = [vars(config)[name] for name in tree if name in vars(config)]
-    if {"env", "tasks", "stages"} & tree.keys() or "${" in repr((tree, named)):
+    if "stages" in tree or "name" in environment(tree) or "${" in repr((tree, named)):
         return to_config(apply(structured(config), escaped(tree, ".override")))
     _refuse_unknown(tree, Config, "")
     changed = {}

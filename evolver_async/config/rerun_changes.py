@@ -10,12 +10,12 @@ from typing import Any
 from evolver_async.config.load import stage_config
 from evolver_async.config.overrides import EXPERIENCE
 from evolver_async.config.sections import Config
+from evolver_async.config.sections.learner import WITH_CRITIC
 from evolver_async.config.values.errors import ConfigError
 
 SECTIONS = ("selection", "advantage", "critic", "correction", "loss", "learner")
 KEYS = tuple(f"experience.{name}" for name in EXPERIENCE)
 STAGE_KEYS = ("reset_optimizer", "refresh_reference")
-CRITICS = ("gae", "gae_bilevel", "vtrace")  # kinds of advantage with a critic
 REFUSED = {
     "learner.groups_per_step": "it decided which groups the run took together",
     "learner.ranks": "a rerun is one process",
@@ -44,7 +44,7 @@ def refuse_data_changes(before: Config, after: Config) -> None:
                 "selection.kind: cannot become dynamic in a rerun: the buffer would have refilled"
                 " the steps with other groups; spread and min_p drop equal rewards as well"
             )
-        if old.critic.kind != new.critic.kind and old.advantage.kind in CRITICS:
+        if old.critic.kind != new.critic.kind and old.advantage.kind in WITH_CRITIC:
             raise ConfigError(
                 f"critic.kind: cannot change in a rerun: the run's critic is {old.critic.kind}"
             )

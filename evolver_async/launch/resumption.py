@@ -19,6 +19,7 @@ from evolver_async.checkpoint.directory import (
     verify,
 )
 from evolver_async.config import Config
+from evolver_async.config.effective.changes import effective
 from evolver_async.config.load import dump, load_written, stage_as_written, stage_config
 from evolver_async.config.paths import with_absolute_paths
 from evolver_async.config.sections.learner import lr_at
@@ -272,7 +273,7 @@ def _replayed(config: Config, index: int) -> dict[str, Any]:
     A change of `rollout.guided` matters only to or from the rule that queues failed tasks again,
     one of `env.params` only if stages get or lose equal ones: a stage forgets the tasks of others.
     """
-    stage = stage_as_written(config, index)
+    stage = effective(stage_as_written(config, index), config.stages[index])
     guided = stage.rollout.guided
     tasks = [_tasks(stage_as_written(config, number)) for number in range(index + 1)]
     equal = tasks.index(tasks[-1])

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from evolver_async.config import Config, ConfigError
-from evolver_async.config.checks.stages import idle_because
+from evolver_async.config.effective.changes import value_of
+from evolver_async.config.effective.inert import idle_because
 from evolver_async.config.load import load, stage_config
 from evolver_async.config.paths import with_absolute_paths
 from evolver_async.config.secrets import escaped
@@ -170,14 +171,6 @@ def _differing(before: Config, after: Config, count: int) -> Iterator[str]:
             read = section in ("policy", "env", "tasks")
             if read and not idle_because(kind, section, name, new):
                 yield key
-
-
-def value_of(config: Config, key: str) -> Any:
-    """Return the value of a key like `learner.lr`."""
-    value: Any = config
-    for part in key.split("."):
-        value = getattr(value, part)
-    return value
 
 
 def differences(before: Config, after: Config) -> Iterator[tuple[str, Any, Any]]:

@@ -10,7 +10,6 @@ import numpy as np
 
 from evolver_async.schema import Array
 
-WITH_CRITIC = ("gae", "gae_bilevel", "vtrace")
 EPSILON = 1e-6
 
 

@@ -9,9 +9,10 @@ from itertools import chain
 
 from evolver_async.config.checks.addresses import buffer_address, no_sockets, weight_channel
 from evolver_async.config.checks.agentevolver import agent, guidance, mechanisms, reward
-from evolver_async.config.checks.learner import demonstrated, groups, guided, learner
+from evolver_async.config.checks.learner import demonstrated, groups, learner
 from evolver_async.config.checks.processes import cluster, engine, gpus, policy, scaling, timeouts
 from evolver_async.config.checks.stages import eval_sets, limits, served_tools, stages, tasks
+from evolver_async.config.effective.changes import effective
 from evolver_async.config.sections import Config
 from evolver_async.config.sections.run import SUPERVISED
 from evolver_async.config.values.errors import ConfigError
@@ -36,17 +37,21 @@ def check(config: Config) -> None:
 
 
 def check_stage(config: Config, index: int) -> None:
-    """Raise ConfigError for what cannot work in stage `index`, whose configuration this is."""
+    """Raise ConfigError for what cannot work in stage `index`, whose configuration this is.
+
+    Keys that do nothing there can have any value that their field allows.
+    """
     check_fields(config)
+    config = effective(config, config.stages[index])
     _refuse(chain(policy(config), engine(config), tasks(config), eval_sets(config)))
     _refuse(chain(timeouts(config), buffer_address(config)))
     kind = config.stages[index].kind
-    _refuse(chain(limits(config, index), learner(config, kind)))
+    _refuse(chain(limits(config, index), learner(config)))
     _refuse(chain(agent(config), mechanisms(config), served_tools(config)))
     if kind not in SUPERVISED:
         _refuse(guidance(config))
     if kind == "rl":
-        _refuse(chain(groups(config), guided(config)))
+        _refuse(groups(config))
     else:
         _refuse(demonstrated(config, kind))
 

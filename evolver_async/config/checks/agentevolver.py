@@ -3,11 +3,11 @@
 from collections.abc import Iterator
 
 from evolver_async.config.checks.addresses import endpoint, socket_address
+from evolver_async.config.effective.inert import guided_members
 from evolver_async.config.sections import Config
-from evolver_async.config.sections.agentevolver import LLM_SECTIONS, UNAUDITED, JudgeConfig
+from evolver_async.config.sections.agentevolver import LLM_SECTIONS, UNAUDITED
 from evolver_async.config.sections.reward import SUCCESS_RULES
 from evolver_async.config.sections.rollout import EXTERNAL, EndpointConfig
-from evolver_async.extension import is_own
 
 
 def agent(config: Config) -> Iterator[tuple[str, str]]:
@@ -69,17 +69,10 @@ def _elsewhere(endpoint: EndpointConfig) -> Iterator[tuple[str, str]]:
 
 
 def guidance(config: Config) -> Iterator[tuple[str, str]]:
-    """Require guided members of a share above 0, and unguided ones that a rule compares."""
-    rollout, off = config.rollout, config.experience.kind == "none"
-    ruled = rollout.guided != "fixed"
-    if ruled and off:
-        yield "rollout.guided", f"must be fixed: experience.kind is none, is {rollout.guided}"
-    size, share = rollout.group_size, rollout.guided_fraction
-    count, chosen = round(share * size), f"rollout.guided={rollout.guided}"
-    if not count and (ruled or (share and not off)):
-        yield "rollout.guided_fraction", f"must guide a member of {size} with {chosen}: is {share}"
-    if count == size and rollout.guided == "adaptive":
-        reason = f"{chosen} compares them with guided ones"
+    """Require unguided members where a rule compares them with guided ones."""
+    rollout, share = config.rollout, config.rollout.guided_fraction
+    if guided_members(config) == rollout.group_size and rollout.guided == "adaptive":
+        reason = "rollout.guided=adaptive compares them with guided ones"
         yield "rollout.guided_fraction", f"must leave members unguided: {reason}, is {share}"
 
 
@@ -98,7 +91,7 @@ def reward(config: Config) -> Iterator[tuple[str, str]]:
 
 
 def mechanisms(config: Config) -> Iterator[tuple[str, str]]:
-    """Require the models, labels and timeouts that the mechanisms need."""
+    """Require the models and timeouts that the mechanisms need."""
     judged = config.rollout.agent_reward == "judged"
     for name in LLM_SECTIONS:
         section = getattr(config, name)
@@ -121,21 +114,13 @@ def mechanisms(config: Config) -> Iterator[tuple[str, str]]:
                 " waits for the answer",
             )
     questioning, experience = config.questioning, config.experience
-    if config.advantage.kind == "adca" and config.judge.kind == "none":
-        yield "advantage.kind", "adca needs labels: judge.kind is none"
-    if config.tasks.synthetic and questioning.kind == "none":
-        yield "tasks.synthetic", "must be 0: questioning.kind=none makes no tasks"
     if questioning.replays_kept > (most := questioning.replays):
         yield "questioning.replays_kept", f"must be at most questioning.replays ({most})"
     judge = config.judge
-    if judge.kind in UNAUDITED and judge.probes not in (0.0, JudgeConfig.probes):
-        yield "judge.probes", f"must not be set: judge.kind={judge.kind} is not asked about probes"
     longest = config.policy.max_length
     if judge.kind == "self" and judge.max_tokens >= longest:
         reason = f"must leave room for a question in policy.max_length ({longest})"
         yield "judge.max_tokens", f"{reason}, is {judge.max_tokens}"
-    if judge.params and not is_own(judge.kind):
-        yield "judge.params", f"must be empty: judge.kind={judge.kind} reads none"
     if experience.embedder == "endpoint" and (experience.kind, questioning.kind) != (
         "none",
         "none",
@@ -144,17 +129,6 @@ def mechanisms(config: Config) -> Iterator[tuple[str, str]]:
             problem = "endpoint needs real time, and launch.kind=serial has a virtual clock"
             yield "experience.embedder", problem
         yield from endpoint("experience.embedding", experience.embedding)
-    if experience.params and not is_own(experience.kind):
-        yield "experience.params", f"must be empty: experience.kind={experience.kind} reads none"
-    for name in ("rewrite", "vet"):
-        if getattr(experience, name) and experience.kind not in ("none", "llm"):
-            problem = f"must be false: experience.kind={experience.kind} asks no model"
-            yield f"experience.{name}", problem
-    for name in ("resolve", "profile", "obeys_profile"):
-        if getattr(questioning, name) and questioning.kind == "goals":
-            yield f"questioning.{name}", "must not be set: questioning.kind=goals asks no model"
-    if questioning.kind == "llm" and questioning.obeys_profile and not questioning.profile:
-        yield "questioning.obeys_profile", "needs questioning.profile, which is not set"
     yield from socket_address("experience.address", experience.address, config.security.keys)
     remote = config.buffer.address.startswith("tcp://")
     if experience.pooled and remote and not experience.address:

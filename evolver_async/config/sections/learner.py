@@ -178,6 +178,8 @@ class LossConfig:
 
 
 INTERPOLATED = ("decoupled", "icepop", "geo_mask", "gspo")  # kinds that compare an anchor with mu
+UNCLIPPED = ("cispo", "topr", "vcpo", "m2po", "dppo_tv")  # kinds without a ratio to clip
+WITH_CRITIC = ("gae", "gae_bilevel", "vtrace")  # kinds of advantage
 BOUNDS = {"w_max": 2.0, "low": 0.5, "high": 5.0, "clip_low": 0.2, "clip_high": 0.28}
 BOUNDS_OF = {  # differences from BOUNDS, by kind and level
     ("decoupled", "trajectory"): {"w_max": 5.0},

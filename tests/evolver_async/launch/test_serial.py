@@ -77,6 +77,45 @@ def test_equal_seeds_give_bit_identical_runs_and_others_do_not(
     assert any(not torch.equal(t, other.tensors[name]) for name, t in plain.tensors.items())
 
 
+def alike(one: Finished, other: Finished) -> bool:
+    """True if two runs have the same numbers and the same tensors, bit by bit."""
+    assert one.tensors.keys() == other.tensors.keys()
+    return one.numbers() == other.numbers() and all(
+        torch.equal(tensor, other.tensors[name]) for name, tensor in one.tensors.items()
+    )
+
+
+def test_keys_of_what_is_off_change_no_bit(plain: Finished, train: Callable[..., Finished]) -> None:
+    off = train(
+        "off",
+        "advantage={kind: adca, alpha: 0.5, lam: 0.5}",
+        "correction={epsilon: 2.0, low: 0.9, guided: anchor}",
+        "experience={top_k: 2, strip_fraction: 0.5, reliance_coef: 1.0}",
+        "loss={boost: 0.6, norm_tokens: 3, kl: k1}",
+        "rollout.guided=failed",
+        "selection={members: 4, keep: 0.25, scale: linear}",
+        "tasks.synthetic=0.5",
+    )
+    assert alike(off, plain)
+
+
+def test_an_ablated_recipe_trains_as_if_it_did_not_name_what_is_off(tmp_path: Path) -> None:
+    recipe = Path(__file__).parents[3] / "configs" / "agentevolver.yaml"
+    train = trainer(tmp_path, recipe.read_text())
+    ablated = (
+        *("launch.kind=serial", "experience.kind=none", "judge.kind=none"),
+        *("questioning.kind=none", "stages.0.steps=2", "stages.1.steps=3"),
+        *("learner.groups_per_step=4", "stages.0.override.learner.groups_per_step=4"),
+        *("eval.episodes=8", "eval.final_episodes=0", "eval.every=0"),
+    )
+    bare = (
+        *("experience.similarity=0.5", "loss.boost=0", "tasks.synthetic=0"),
+        *("advantage={kind: grpo}", "learner.minibatches=2"),
+        *("stages.0.override.rollout.guided_fraction=0.5", "stages.0.override.experience={}"),
+    )
+    assert alike(train("ablated", *ablated), train("bare", *ablated, *bare))
+
+
 def test_a_run_that_learns_raises_no_alarm(plain: Finished) -> None:
     alarms = {name for row in plain.rows for name in row if name.startswith("alarm/")}
     assert len(alarms) == 11 and not any(sum(plain.rl(name)) for name in alarms)

@@ -68,7 +68,7 @@ def ended(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Ended:
     [
         (["learner.lrr=1,2"], "cell lrr-1: learner.lrr: unknown key, did you mean learner.lr?"),
         (["learner.minibatches=1,many"], "cell minibatches-many: learner.minibatches: "),
-        (["buffer.reuse=1,50"], "cell reuse-50: buffer.reuse: must be at most"),
+        (["buffer.max_ready=1,0.5"], "cell max_ready-0.5: buffer.max_ready: must be 0 or at"),
         (["env.name=bandit,frozen_lak"], "cell name-frozen_lak: env.name: "),
         (["learner.lr=1", "--tie", "a.b=learner.lr"], "tie a.b=learner.lr: learner.lr is not swep"),
         (["learner.lr=1,2", "--tie", "learner.lr"], "--tie learner.lr: must be written --tie key="),

@@ -26,8 +26,10 @@ STAGE = "stages=[{kind: rl, steps: 9}]"
         (["eval.sets.a.env.parms={}"], "eval.sets.a.env.parms: unknown key"),
         (["eval.sets.a=4"], "eval.sets.a: must be a mapping"),
         (["eval.sets.a.every=30"], "eval.sets.a.every: must be a multiple of eval.every (25)"),
-        (["eval.sets.a.every=5", "eval.every=0"], "eval.sets.a.every: must be 0"),
-        (["eval.sets.a.guided=true"], "eval.sets.a.guided: needs experience.kind"),
+        (
+            ["eval.sets.a.guided=true", "experience.kind=own:f", "rollout.agent=own:f"],
+            "eval.sets.a.guided: must be false",
+        ),
         (["eval.sets.a.env.params.x=.inf"], "eval.sets.a.env.params.x: must be finite"),
         (
             ["eval.sets.a.env.params.x=1", "tasks.mixture=[{env: bandit}]"],

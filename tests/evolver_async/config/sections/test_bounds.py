@@ -61,13 +61,24 @@ def test_bounds_that_nobody_sets_are_those_of_the_kind(
     assert bounds(from_dict(to_dict(config))) == expected
 
 
-@pytest.mark.parametrize("kind", ["decoupled", "geo_mask", "gspo", "icepop", "topr"])
-def test_bounds_that_somebody_sets_are_nobody_elses(kind: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("decoupled", ("token", 3.0, 0.5, 5.0, 0.125, 0.5)),
+        ("geo_mask", ("token", 2.0, 0.25, 4.0, 0.125, 0.5)),
+        ("gspo", ("token", 3.0, 0.5, 5.0, 0.125, 0.5)),
+        ("icepop", ("token", 2.0, 0.25, 4.0, 0.125, 0.5)),
+        ("topr", USUAL),
+    ],
+)
+def test_bounds_that_somebody_sets_are_those_where_the_kind_reads_them(
+    kind: str, expected: tuple[str | float, ...]
+) -> None:
     given = [
         f"correction={{kind: {kind}, level: token, w_max: 3, low: 0.25, high: 4}}",
         "loss={clip_low: 0.125, clip_high: 0.5}",
     ]
-    assert bounds(load(None, [STEPS, *given])) == ("token", 3.0, 0.25, 4.0, 0.125, 0.5)
+    assert bounds(load(None, [STEPS, *given])) == expected
 
 
 def test_a_stage_with_another_kind_of_correction_has_the_bounds_of_that_kind() -> None:
@@ -78,6 +89,6 @@ def test_a_stage_with_another_kind_of_correction_has_the_bounds_of_that_kind() -
     assert [bounds(config, index) for index in range(4)] == [
         ("token", 2.0, 0.8, 1.25, 0.2, 0.3),
         ("token", 9.0, 0.5, 5.0, 3e-4, 0.3),
-        ("trajectory", 2.0, 0.5, 5.0, 0.2, 0.3),
+        ("trajectory", 2.0, 0.5, 5.0, 0.2, 0.28),  # topr clips no ratio
         ("token", 2.0, 0.5, 5.0, 0.2, 0.3),
     ]

@@ -1,0 +1,1 @@
+"""Values by which a stage runs: keys that do nothing, and numbers without room."""

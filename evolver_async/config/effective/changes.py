@@ -1,0 +1,156 @@
+"""The configuration by which a stage runs: values without room are changed, inert keys reset."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
+from functools import cache
+from typing import Any, NamedTuple
+
+from evolver_async.config.effective.inert import guided_members, inert
+from evolver_async.config.sections import Config
+from evolver_async.config.sections.learner import INTERPOLATED
+from evolver_async.config.sections.run import EvalSetConfig, StageConfig
+
+PER_TURN = {"grpo_process": "grpo", "gae_bilevel": "gae"}  # and what they are with a single turn
+SETS = "eval.sets."
+
+
+class Change(NamedTuple):
+    """A value that the other keys of a stage make impossible, and the one that takes its place."""
+
+    key: str
+    before: Any
+    after: Any
+    why: str
+
+    def __str__(self) -> str:
+        before, after = (f"{x:g}" if isinstance(x, float) else x for x in self[1:3])
+        return f"{self.key} {before} → {after} ({self.why})"
+
+
+def effective(config: Config, stage: StageConfig) -> Config:
+    """Return the configuration by which `stage` runs: `config` with changes, inert keys reset.
+
+    Sections that do not change are those of `config` itself.
+    """
+    changed, _ = possible(config, stage)
+    defaults = {key: default_of(key) for key in inert(changed, stage)}
+    return _with(changed, {k: v for k, v in defaults.items() if value_of(changed, k) != v})
+
+
+def possible(config: Config, stage: StageConfig) -> tuple[Config, list[Change]]:
+    """Return a configuration with its impossible values replaced, and the changes."""
+    made = []
+    for rule in CHANGES:
+        for key, after, why in rule(config, stage):
+            made.append(Change(key, value_of(config, key), after, why))
+            config = _with(config, {key: after})
+    return config, made
+
+
+Found = Iterator[tuple[str, Any, str]]  # key, value, reason
+
+
+def _guidance(config: Config, stage: StageConfig) -> Found:
+    share, size = config.rollout.guided_fraction, config.rollout.group_size
+    branches = stage.kind in ("world_model", "reflect")
+    if config.experience.kind != "none" and share and not branches and not guided_members(config):
+        yield "rollout.guided_fraction", 0.0, f"it guides no member of {size}"
+
+
+def _estimator(config: Config, stage: StageConfig) -> Found:
+    """Name what adca is without labels, and an estimator of turns with a single turn; discounted
+    bootstraps differ."""
+    advantage = config.advantage
+    if advantage.kind == "adca" and config.judge.kind == "none":
+        yield "advantage.kind", "grpo", "judge.kind=none: without labels adca is the outcome alone"
+    differs = advantage.kind == "gae_bilevel" and advantage.bootstrap
+    if config.rollout.max_turns == 1 and advantage.kind in PER_TURN and not differs:
+        yield "advantage.kind", PER_TURN[advantage.kind], "the same with rollout.max_turns=1"
+
+
+def _correction(config: Config, stage: StageConfig) -> Found:
+    correction = config.correction
+    if config.advantage.kind == "vtrace" and correction.kind != "none":
+        yield "correction.kind", "none", "advantage.kind=vtrace has its own correction"
+    elif correction.anchor == "interpolate" and correction.kind in INTERPOLATED:
+        strips = config.experience.kind != "none" and config.experience.internalise == "strip"
+        if strips and guided_members(config):
+            yield "correction.anchor", "recompute", "guided tokens have no interpolated anchor"
+
+
+def _members(config: Config, stage: StageConfig) -> Found:
+    selection, size = config.selection, config.rollout.group_size
+    if selection.kind == "resample_on_correct" and selection.members > size:
+        yield "selection.members", size, "rollout.group_size"
+
+
+def _overlong(config: Config, stage: StageConfig) -> Found:
+    cache, limit = config.advantage.overlong_cache, config.advantage.overlong_limit
+    if limit and not cache:
+        yield "advantage.overlong_cache", 1, "the reward falls over a token at least"
+    if 0 < limit < cache:
+        yield "advantage.overlong_cache", limit, "advantage.overlong_limit"
+
+
+def _reuse(config: Config, stage: StageConfig) -> Found:
+    bound = config.buffer.max_staleness
+    most = max(1, bound + 1 - config.actors.weight_lag)
+    if config.buffer.reuse > most:
+        why = f"buffer.max_staleness={bound}"
+        why += f", actors.weight_lag={config.actors.weight_lag}" if config.actors.weight_lag else ""
+        yield "buffer.reuse", most, why
+
+
+def _minibatches(config: Config, stage: StageConfig) -> Found:
+    selection, kept = config.selection, config.learner.groups_per_step
+    if stage.kind == "rl" and selection.kind == "spread":
+        kept = max(1, round(kept * selection.keep))
+    elif stage.kind == "rl" and selection.kind == "top_k":
+        kept = min(kept, selection.k)
+    if config.learner.minibatches > kept:
+        yield "learner.minibatches", kept, f"groups that a step trains: {kept}"
+
+
+def _of_rl(rule: Callable[[Config, StageConfig], Found]) -> Callable[[Config, StageConfig], Found]:
+    """Restrict a rule to stages whose kind reads what it changes."""
+    return lambda config, stage: rule(config, stage) if stage.kind == "rl" else iter(())
+
+
+CHANGES = (
+    *(_guidance, _reuse, _minibatches),
+    *map(_of_rl, (_estimator, _correction, _members, _overlong)),
+)
+
+
+def value_of(config: Config, key: str) -> Any:
+    """Return the value of a key such as `eval.sets.larger.every`."""
+    node: Any = config
+    for part in key.split("."):
+        node = node[part] if isinstance(node, dict) else getattr(node, part)
+    return node
+
+
+@cache
+def _defaults() -> Config:
+    return Config()
+
+
+def default_of(key: str) -> Any:
+    """Return the default of a key."""
+    if key.startswith(SETS):
+        return asdict(EvalSetConfig())[key.rpartition(".")[2]]
+    return value_of(_defaults(), key)
+
+
+def _with(config: Config, values: dict[str, Any]) -> Config:
+    """Return `config` with these values of keys."""
+    for key, value in values.items():
+        config = _put(config, key.split("."), value)
+    return config
+
+
+def _put(node: Any, parts: list[str], value: Any) -> Any:
+    name, rest = parts[0], parts[1:]
+    if isinstance(node, dict):
+        return node | {name: _put(node[name], rest, value)}
+    return replace(node, **{name: _put(getattr(node, name), rest, value) if rest else value})

@@ -1,0 +1,333 @@
+"""Keys that do nothing, because the mechanism that reads them is off: a rule for each mechanism.
+
+A rule yields a key and the setting for which a stage does not read it. `effective` resets such
+keys, `ablation` names them; nothing here refuses anything.
+"""
+
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+from evolver_async.config.sections import Config
+from evolver_async.config.sections.agentevolver import UNAUDITED
+from evolver_async.config.sections.learner import UNCLIPPED, WITH_CRITIC
+from evolver_async.config.sections.run import SUPERVISED, StageConfig
+from evolver_async.config.values.rules import keys
+from evolver_async.extension import is_own
+
+Inert = Iterator[tuple[str, str]]
+
+EMBEDDING = ("embedder", "dimensions", "embedding.url", "embedding.model", "embedding.key_env")
+INTERNALISING = ("internalise", "strip_fraction", "distill_coef", "reliance_coef", "keep_copied")
+STRIPPING = (
+    *("experience.strip_fraction", "experience.reliance_coef"),
+    *("loss.boost", "correction.guided"),
+)
+ENTROPY = ("entropy_top_k",)  # the key of `loss` that supervised stages read: entropy is measured
+PREFERENCES = (*ENTROPY, "dpo_beta", "dpo_nll_coef")  # those that a dpo stage reads
+OF_RL = ("advantage", "correction", "critic")
+OF_ADVANTAGES = ("distill_coef", "reliance_coef")  # keys of `experience` that rl stages alone read
+REFILLS = (
+    "kind",
+    "by",
+    "max_refills",
+    "max_empty",
+)  # the keys of `selection` that a dpo stage reads
+PAIRED = ("all", "dynamic")  # and its kinds
+OF_ROLLOUTS = {  # keys that act on groups that the policy played
+    "rollout": ("temperature", "guided"),
+    "tasks": ("synthetic",),
+    "buffer": ("sampler", "params", "straggler"),
+}
+# Keys that kinds of a section read. A key that is in no row is read by every kind.
+OF_SELECTION = {
+    "all": (),
+    "spread": ("by", "keep", "drop_zero", "scale"),
+    "top_p": ("by", "p", "scale"),
+    "top_k": ("by", "k", "drop_zero", "scale"),
+    "min_p": ("by", "p", "drop_zero", "scale"),
+    "resample_on_correct": ("by", "members", "draw", "scale"),
+    "dynamic": ("by", "scale", "max_refills"),
+}
+CRITIC_KEYS = ("gamma", "lam", "whiten", "bootstrap")
+OF_ADVANTAGE = {
+    "grpo": ("std",),
+    "grpo_process": ("std",),
+    "adca": ("std", "alpha", "alpha_final", "length"),
+    "rloo": (),
+    "reinforce": ("baseline_decay",),
+    "opob": ("std",),
+    "gae": CRITIC_KEYS,
+    "gae_bilevel": (*CRITIC_KEYS, "gamma_turn"),
+    "vtrace": (*CRITIC_KEYS, "rho_max", "c_max"),
+}
+OF_CORRECTION = {
+    "none": (),
+    "ppo": (),
+    "decoupled": ("anchor", "level", "w_max"),
+    "icepop": ("anchor", "low", "high"),
+    "geo_mask": ("anchor", "low", "high"),
+    "cispo": ("epsilon",),
+    "gspo": ("anchor", "w_max"),
+    "topr": ("level",),
+    "vcpo": ("w_max",),
+    "m2po": ("w_max", "second_moment"),
+    "dppo_tv": ("w_max", "divergence"),
+}
+
+
+def inert(config: Config, stage: StageConfig) -> dict[str, str]:
+    """Return the keys that a stage with this configuration does not read, with the reason."""
+    kind, found = stage.kind, dict[str, str]()
+    rules = [_experience, _judge, _questioning, _endpoints, _tasks, _processes, _rollout, _safety]
+    rules += [_loss, _schedule]
+    if kind == "rl":
+        rules += [_selection, _advantage, _correction]
+    for rule in rules:
+        for key, why in rule(config):
+            found.setdefault(key, why)
+    if kind != "dpo":
+        found |= dict.fromkeys(("loss.dpo_beta", "loss.dpo_nll_coef"), "no stage of kind dpo")
+    return found
+
+
+def guided_members(config: Config) -> int:
+    """Return how many members of a group experience guides."""
+    return round(config.rollout.guided_fraction * config.rollout.group_size)
+
+
+def refreshes_nothing(config: Config, stage: StageConfig) -> str:
+    """Return the reason for which stage.refresh_reference does nothing, "" if it acts."""
+    if stage.kind == "dpo":
+        return "a dpo stage always starts with the current policy as its reference"
+    if stage.kind in SUPERVISED:
+        return f"a stage of kind {stage.kind} reads no reference"
+    return "" if config.loss.kl_coef else "loss.kl_coef=0"
+
+
+def named_sets(config: Config) -> list[str]:
+    """Return the sets of evaluation episodes whose names can be part of a key."""
+    return [name for name in config.eval.sets if name.isidentifier()]
+
+
+def idle_because(kind: str, section: str, name: str, value: Any) -> str:
+    """Return the reason for which a stage of a `kind` other than rl ignores a key, "" if none.
+
+    A dpo stage pairs members of every group: of `selection` it reads that groups without spread
+    are refilled, and how many empty steps end the run.
+    """
+    dpo = kind == "dpo"
+    if section in OF_RL or (section == "loss" and name not in (PREFERENCES if dpo else ENTROPY)):
+        loss = "a dpo stage compares pairs by a loss of its own"
+        return loss if dpo else f"a stage of kind {kind} has no policy loss"
+    if section == "experience" and name in OF_ADVANTAGES:
+        return "rl stages alone weigh what guidance was worth"
+    if section == "safety" and name != "max_reward":
+        return "alarms watch rl stages"
+    if not dpo and (section == "selection" or name in OF_ROLLOUTS.get(section, ())):
+        return f"a stage of kind {kind} trains on scripted episodes, in their order"
+    if section == "selection" and (name not in REFILLS or (name == "kind" and value not in PAIRED)):
+        return "a dpo stage makes a pair of every group: all, or dynamic"
+    return ""
+
+
+def _experience(config: Config) -> Inert:
+    experience, share = config.experience, config.rollout.guided_fraction
+    embeds = experience.kind != "none" or config.questioning.kind == "llm"
+    if not embeds:
+        yield from _named("experience", EMBEDDING, f"experience.kind={experience.kind}")
+    elif experience.embedder != "hash":
+        yield "experience.dimensions", f"experience.embedder={experience.embedder}"
+    if experience.embedder != "endpoint":
+        yield from _below("experience.embedding", f"experience.embedder={experience.embedder}")
+    if experience.kind == "none":
+        why = "experience.kind=none"
+        read = ("experience.kind", *(f"experience.{name}" for name in EMBEDDING if embeds))
+        yield from _but(_below("experience", why), *read)
+        yield from _named("rollout", ("guided", "guided_fraction"), why)
+        yield from ((key, why) for key in ("loss.boost", "correction.guided"))
+        yield from ((f"eval.sets.{name}.guided", why) for name in named_sets(config))
+        return
+    if not is_own(experience.kind):
+        yield "experience.params", f"experience.kind={experience.kind}"
+    if experience.kind == "contrast":
+        why = "experience.kind=contrast asks no model"
+        yield from _named("experience", ("rewrite", "vet"), why)
+        yield from _below("experience.llm", why)
+    if not guided_members(config):
+        why = f"rollout.guided_fraction={share:g}"
+        yield from _named("experience", INTERNALISING, why)
+        yield from ((key, why) for key in ("rollout.guided", "loss.boost", "correction.guided"))
+        return
+    why = f"experience.internalise={experience.internalise}"
+    if experience.internalise != "distill":
+        yield "experience.distill_coef", why
+    if experience.internalise != "strip":
+        yield from ((key, why) for key in STRIPPING)
+    if experience.internalise == "none":
+        yield "experience.keep_copied", why
+    if config.correction.kind in UNCLIPPED:
+        yield "loss.boost", f"correction.kind={config.correction.kind} clips no ratio"
+    stale = config.correction.kind == "ppo" and config.correction.guided != "anchor"
+    if config.learner.minibatches == 1 and not stale:
+        yield "loss.boost", "learner.minibatches=1: no clip takes effect"
+
+
+def _judge(config: Config) -> Inert:
+    judge = config.judge
+    if not is_own(judge.kind):
+        yield "judge.params", f"judge.kind={judge.kind}"
+    if config.rollout.agent_reward == "judged":
+        return  # which needs endpoint and limits whatever the kind
+    if judge.kind in UNAUDITED:
+        yield from _but(_below("judge", f"judge.kind={judge.kind}"), "judge.kind")
+    if judge.kind == "llm":
+        yield "judge.max_tokens", "judge.kind=llm has judge.llm.max_tokens"
+    if judge.kind == "self":
+        yield from _named("judge.llm", ("url", "model", "key_env"), "judge.kind=self")
+
+
+def _questioning(config: Config) -> Inert:
+    questioning, why = config.questioning, f"questioning.kind={config.questioning.kind}"
+    if questioning.kind == "none":
+        yield from _but(_below("questioning", why), "questioning.kind")
+        yield "tasks.synthetic", why
+    if questioning.kind == "goals":
+        yield from _named("questioning", ("profile", "obeys_profile", "resolve"), why)
+        yield from _below("questioning.llm", why)
+    if not questioning.profile:
+        yield "questioning.obeys_profile", "questioning.profile is empty"
+
+
+def _endpoints(config: Config) -> Inert:
+    if config.reflection.kind == "template":
+        why = "reflection.kind=template"
+        yield from _but(_below("reflection", why), "reflection.kind")
+    if config.reward.kind != "llm":
+        yield from _below("reward.llm", "no term of reward asks a model")
+
+
+def _tasks(config: Config) -> Inert:
+    tasks = config.tasks
+    if not tasks.path:
+        rows = ("prompt", "answer", "split", "validation", "test", "download", "revision", "subset")
+        yield from _named("tasks", rows, "tasks.path is empty")
+    makes_tasks = tasks.synthetic and config.questioning.kind != "none"
+    if not (tasks.train or tasks.path or makes_tasks):
+        yield from _named("tasks", ("solved", "failed"), "no task repeats: tasks.train=0")
+    if not is_own(config.buffer.sampler):
+        yield "buffer.params", f"buffer.sampler={config.buffer.sampler}"
+    bound = ready_bound(config)
+    if config.buffer.max_ready >= bound:
+        why = f"buffer.max_staleness={config.buffer.max_staleness} bounds ready groups already"
+        yield "buffer.max_ready", why
+    if not config.eval.every:
+        yield from ((f"eval.sets.{name}.every", "eval.every=0") for name in named_sets(config))
+
+
+def ready_bound(config: Config) -> float:
+    """Return how many steps' worth of groups staleness and reuse let be ready."""
+    buffer = config.buffer
+    most = buffer.max_staleness + 1 - config.actors.weight_lag
+    return max(most, 1) / min(buffer.reuse, max(most, 1))
+
+
+def _processes(config: Config) -> Inert:
+    engine, policy = config.engine, config.policy
+    if engine.kind == "torch":
+        of_vllm = ("memory", "kv_cache_bytes", "eager", "restarts", "options", "inexact")
+        yield from _named("engine", (*of_vllm, "merge_lora"), "engine.kind=torch")
+    if not policy.lora.rank:
+        why = "policy.lora.rank=0"
+        yield from ((key, why) for key in ("engine.merge_lora", "policy.lora.targets"))
+        yield "policy.lora.alpha", why
+    if policy.path:
+        preset = ("hidden_size", "layers", "heads", "intermediate_size")
+        yield from _named("policy", preset, "policy.path is set")
+    else:
+        yield from _named("policy", ("download", "revision"), "policy.path is empty")
+
+
+def _rollout(config: Config) -> Inert:
+    rollout, latency, mcp = config.rollout, config.env.latency, config.env.tools.mcp
+    if rollout.context != "window":
+        yield "rollout.window", f"rollout.context={rollout.context}"
+    if not rollout.agent:
+        yield from _below("rollout.endpoint", "rollout.agent is empty")
+    if not mcp:
+        yield "env.tools.key_env", "env.tools.mcp is empty"
+    if latency.kind == "none":
+        yield "env.latency.median_s", "env.latency.kind=none"
+    if latency.kind != "lognormal":
+        yield "env.latency.sigma", f"env.latency.kind={latency.kind}"
+
+
+def _safety(config: Config) -> Inert:
+    if config.safety.action != "rollback":
+        why = f"safety.action={config.safety.action}"
+        yield from _named("safety", ("rollbacks", "rollback_lr", "rollback"), why)
+
+
+def _selection(config: Config) -> Inert:
+    yield from _of_kind("selection", config.selection.kind, OF_SELECTION)
+
+
+def _advantage(config: Config) -> Inert:
+    advantage = config.advantage
+    yield from _of_kind("advantage", advantage.kind, OF_ADVANTAGE)
+    if advantage.kind not in WITH_CRITIC:
+        yield from _below("critic", f"advantage.kind={advantage.kind}")
+    if not advantage.overlong_limit:
+        yield "advantage.overlong_cache", "advantage.overlong_limit=0"
+
+
+def _correction(config: Config) -> Inert:
+    kind = config.correction.kind
+    yield from _of_kind("correction", kind, OF_CORRECTION)
+    if kind in UNCLIPPED:
+        why = f"correction.kind={kind} clips no ratio"
+        yield from _named("loss", ("clip_low", "clip_high", "dual_clip"), why)
+
+
+def _loss(config: Config) -> Inert:
+    loss = config.loss
+    if not loss.kl_coef:
+        yield from _named("loss", ("kl", "kl_place"), "loss.kl_coef=0")
+    if loss.aggregation != "sequence_sum_norm":
+        yield "loss.norm_tokens", f"loss.aggregation={loss.aggregation}"
+
+
+def _schedule(config: Config) -> Inert:
+    if config.learner.decay == "none":
+        yield from _named("learner", ("decay_start", "lr_final"), "learner.decay=none")
+
+
+def _of_kind(section: str, kind: str, read: dict[str, tuple[str, ...]]) -> Inert:
+    """Yield the keys of a section that its kind does not read; one of one's own can read all."""
+    if is_own(kind):
+        return
+    why = f"{section}.kind={kind}"
+    for name in {name: None for names in read.values() for name in names}:
+        if name not in read[kind]:
+            yield f"{section}.{name}", why
+    yield f"{section}.params", why
+
+
+@cache
+def leaves() -> tuple[str, ...]:
+    """Return every key of a configuration, with those of the sections within sections."""
+    return tuple(key for key, _ in keys(Config))
+
+
+def _below(section: str, why: str) -> Inert:
+    """Yield every key of a section."""
+    yield from ((key, why) for key in leaves() if key.startswith(f"{section}."))
+
+
+def _but(found: Inert, *read: str) -> Inert:
+    """Yield what is found, without the keys that are `read`."""
+    yield from ((key, why) for key, why in found if key not in read)
+
+
+def _named(section: str, names: tuple[str, ...], why: str) -> Inert:
+    yield from ((f"{section}.{name}", why) for name in names)
