@@ -109,7 +109,7 @@ def test_a_reader_that_has_gone_ends_a_command_quietly() -> None:
         (["learner.minibatches=many"], "learner.minibatches: "),
         (["learner.lr=nan"], "learner.lr: must be finite, is nan"),
         (["policy.layers=-1"], "policy.layers: must be at least 1, is -1"),
-        (["buffer.max_staleness=2", "actors.weight_lag=1", "buffer.reuse=3"], "buffer.reuse: "),
+        (["buffer.max_staleness=2", "actors.weight_lag=3"], "actors.weight_lag: "),
         (["rollout.group_size=1"], "rollout.group_size: must be at least 2: adv"),
         (["env.name=frozen_lak"], "env.name: "),
         (["env.name=no_package.no_module:Env"], "env.name: "),
