@@ -22,7 +22,7 @@ from evolver_async.checkpoint.directory import MANIFEST, CheckpointError
 from evolver_async.cli import main
 from evolver_async.config.load import load_written
 from evolver_async.config.values.errors import ConfigError
-from evolver_async.file_formats import RUN
+from evolver_async.file_formats import JOURNAL_FORMAT, RUN
 from evolver_async.launch.resumption import FinishedRun, resume
 from evolver_async.results.run import load_run
 from learner.state import LearnerState
@@ -91,10 +91,10 @@ def test_a_journal_of_another_format_is_refused_by_its_number(
     kept: Path, change: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ((snapshot, _), *_) = JournalReader(kept / "journal").read()
-    assert isinstance(snapshot, records.StateSnapshot) and snapshot.format == 2
+    assert isinstance(snapshot, records.StateSnapshot) and snapshot.format == JOURNAL_FORMAT
     other = msgspec.to_builtins(snapshot) | {"format": 99} | change
-    with pytest.raises(ValueError, match=r"has format 99; .* reads format 2"):
+    with pytest.raises(ValueError, match=rf"has format 99; .* reads format {JOURNAL_FORMAT}"):
         records.decode(msgspec.msgpack.encode(other))
-    monkeypatch.setattr(records, "JOURNAL_FORMAT", 3)
-    with pytest.raises(JournalError, match=r"has format 2; .* reads format 3"):
+    monkeypatch.setattr(records, "JOURNAL_FORMAT", 98)
+    with pytest.raises(JournalError, match=rf"has format {JOURNAL_FORMAT}; .* reads format 98"):
         JournalReader(kept / "journal").replayed()

@@ -150,8 +150,8 @@ def _experience(config: Config) -> Inert:
         return
     if not is_own(experience.kind):
         yield "experience.params", f"experience.kind={experience.kind}"
-    if experience.kind == "contrast":
-        why = "experience.kind=contrast asks no model"
+    if experience.kind != "llm":
+        why = f"experience.kind={experience.kind} asks no model of this section"
         yield from _named("experience", ("rewrite", "vet"), why)
         yield from _below("experience.llm", why)
     if not guided_members(config):

@@ -944,6 +944,8 @@ def test_what_is_no_profile_is_refused_by_key_and_file(tmp_path: Path, content: 
     path = tmp_path / "profile.json"
     path.write_text(content)
     config = config_of(profile=str(path))
+    check(config)  # which reads none
+    config.questioning.kind = "llm"
     with pytest.raises(ConfigError, match=rf"questioning\.profile: .*{path.name}"):
         check(config)
     config.questioning.profile = str(tmp_path / "absent.json")

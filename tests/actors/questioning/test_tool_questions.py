@@ -39,8 +39,8 @@ from actors.questioning.questioner import make_questioner
 from actors.rollout.episode_config import setting_of
 from actors.rollout.finished import Finished
 from actors.rollout.group import run_group
-from evolver_async.config import Config, ConfigError
-from evolver_async.config.load import load
+from evolver_async.config import Config, ablation
+from evolver_async.config.load import load, stage_config
 from evolver_async.schema import Task, Trajectory
 
 ROOT = Path(__file__).parents[3]
@@ -412,13 +412,14 @@ def test_an_outage_lets_no_task_pass_the_profile() -> None:
     assert counted["questioning/outages"] == 1
 
 
-def test_what_obeys_a_profile_needs_one() -> None:
+def test_a_filter_by_profile_is_inert_without_one() -> None:
     keys = ["stages=[{kind: rl, steps: 1}]", "tasks.synthetic=0.5"]
     endpoint = "{url: 'http://localhost:1/v1', model: m}"
-    with pytest.raises(ConfigError, match=r"^questioning\.obeys_profile: "):
-        load(None, [*keys, f"questioning={{kind: llm, obeys_profile: true, llm: {endpoint}}}"])
-    with pytest.raises(ConfigError, match=r"^questioning\.obeys_profile: "):
-        load(None, [*keys, "questioning={kind: goals, obeys_profile: true}"])
+    for kind in (f"kind: llm, llm: {endpoint}", "kind: goals"):
+        config = load(None, [*keys, f"questioning={{{kind}, obeys_profile: true}}"])
+        (line,) = ablation.lines(config)
+        assert line.startswith("inert: questioning.obeys_profile (questioning.")
+        assert not stage_config(config, 0).questioning.obeys_profile
 
 
 @given(st.lists(st.integers(0, 5000), max_size=80))
