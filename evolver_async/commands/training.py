@@ -137,8 +137,7 @@ def _prepare(
         held.enter_context(locked(begun))
         places = [one for one in dotlist if _names_place(one)]
         _warn_of_ignored(begun, [one for one in dotlist if one not in places])
-        config = resume(begun, places)
-        return config, begun, [], ablation.lines(config)
+        return resume(begun, places), begun, [], []
     run_dir = run_directory(args.resume)
     before = config_of(run_dir, checked=False)
     if args.fork is not None:
@@ -147,7 +146,8 @@ def _prepare(
     else:
         held.enter_context(locked(run_dir))
         config = resume(run_dir, dotlist, args.step)
-    return config, run_dir, raised_rate(before, config, run_dir), ablation.lines(config)
+    warnings = ablation.lines(config, before=before)  # what was told at the start is known
+    return config, run_dir, raised_rate(before, config, run_dir), warnings
 
 
 def _names_place(change: str) -> bool:

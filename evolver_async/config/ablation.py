@@ -9,34 +9,49 @@ from typing import Any, NamedTuple
 
 from evolver_async.config import merge
 from evolver_async.config.effective.changes import Change, default_of, possible, value_of
-from evolver_async.config.effective.inert import idle_because, inert, leaves, refreshes_nothing
+from evolver_async.config.effective.inert import (
+    idle_because,
+    leaves,
+    refreshes_nothing,
+    without_effect,
+)
 from evolver_async.config.sections import Config
 from evolver_async.config.sections.run import StageConfig
 
 
-def lines(config: Config, given: Collection[str] = ()) -> list[str]:
+def lines(config: Config, given: Collection[str] = (), before: Config | None = None) -> list[str]:
     """Return what to tell of a configuration: a line of inert keys, a line of changed values.
 
-    Only keys are named that differ from their defaults. `given`: those that nobody wrote.
+    Only keys are named that differ from their defaults. `given`: those that nobody wrote; `before`:
+    a configuration of which the same was told.
     """
-    stages = [_Stage.of(config, index) for index in range(len(config.stages))]
-    reasons: dict[str, list[str]] = {}
-    for key, why in _inert_keys(config, stages):
-        if key not in given:
+    keys, changes = _findings(config, given)
+    if before is not None:
+        told, known = _findings(before, given)
+        keys = [one for one in keys if one not in told]
+        changes = [one for one in changes if one not in known]
+    found = []
+    if keys:
+        reasons: dict[str, list[str]] = {}
+        for key, why in keys:
             reasons.setdefault(why, []).append(key)
+        named = "; ".join(f"{', '.join(some)} ({why})" for why, some in reasons.items())
+        found.append(f"inert: {named}")
+    if changes:
+        found.append(f"changed: {'; '.join(changes)}")
+    return found
+
+
+def _findings(config: Config, given: Collection[str]) -> tuple[list[tuple[str, str]], list[str]]:
+    """Return the inert keys with their reasons, and the changed values as text."""
+    stages = [_Stage.of(config, index) for index in range(len(config.stages))]
+    keys = [one for one in _inert_keys(config, stages) if one[0] not in given]
     changes: dict[Change, list[int]] = {}
     for index, one in enumerate(stages):
         for change in one.changes:
             if change.key not in given:
                 changes.setdefault(change, []).append(index)
-    found = []
-    if reasons:
-        named = "; ".join(f"{', '.join(keys)} ({why})" for why, keys in reasons.items())
-        found.append(f"inert: {named}")
-    if changes:
-        texts = (f"{change}{_where(at, len(stages))}" for change, at in changes.items())
-        found.append(f"changed: {'; '.join(texts)}")
-    return found
+    return keys, [f"{change}{_where(at, len(stages))}" for change, at in changes.items()]
 
 
 def _where(indices: list[int], count: int) -> str:
@@ -67,8 +82,8 @@ class _Stage(NamedTuple):
             changes += [
                 new for new, one in zip(of_rollback, later, strict=True) if one not in changes
             ]
-            rolled = inert(after, stage)
-        return cls(stage, written, changes, inert(changed, stage), rolled)
+            rolled = without_effect(after, stage)
+        return cls(stage, written, changes, without_effect(changed, stage), rolled)
 
     def why(self, key: str) -> str:
         """Return the reason for which the stage does not read a key, "" if it does."""

@@ -23,6 +23,10 @@ STRIPPING = (
     *("experience.strip_fraction", "experience.reliance_coef"),
     *("loss.boost", "correction.guided"),
 )
+OF_GUIDED_DATA = (
+    *(f"experience.{name}" for name in INTERNALISING),
+    *("loss.boost", "correction.guided"),
+)
 ENTROPY = ("entropy_top_k",)  # the key of `loss` that supervised stages read: entropy is measured
 PREFERENCES = (*ENTROPY, "dpo_beta", "dpo_nll_coef")  # those that a dpo stage reads
 OF_RL = ("advantage", "correction", "critic")
@@ -91,6 +95,18 @@ def inert(config: Config, stage: StageConfig) -> dict[str, str]:
     return found
 
 
+def without_effect(config: Config, stage: StageConfig) -> dict[str, str]:
+    """Return the keys of `inert`, and those that act on guided data where none is made.
+
+    The latter keep their values: guided data can be left from before a resume.
+    """
+    found = inert(config, stage)
+    if config.experience.kind != "none" and not guided_members(config):
+        why = f"rollout.guided_fraction={config.rollout.guided_fraction:g}"
+        found = dict.fromkeys(OF_GUIDED_DATA, why) | found
+    return found
+
+
 def guided_members(config: Config) -> int:
     """Return how many members of a group experience guides."""
     return round(config.rollout.guided_fraction * config.rollout.group_size)
@@ -155,10 +171,7 @@ def _experience(config: Config) -> Inert:
         yield from _named("experience", ("rewrite", "vet"), why)
         yield from _below("experience.llm", why)
     if not guided_members(config):
-        why = f"rollout.guided_fraction={share:g}"
-        yield from _named("experience", INTERNALISING, why)
-        yield from ((key, why) for key in ("rollout.guided", "loss.boost", "correction.guided"))
-        return
+        yield "rollout.guided", f"rollout.guided_fraction={share:g}"
     why = f"experience.internalise={experience.internalise}"
     if experience.internalise != "distill":
         yield "experience.distill_coef", why
@@ -304,7 +317,7 @@ def _schedule(config: Config) -> Inert:
 
 def _of_kind(section: str, kind: str, read: dict[str, tuple[str, ...]]) -> Inert:
     """Yield the keys of a section that its kind does not read; one of one's own can read all."""
-    if is_own(kind):
+    if kind not in read:
         return
     why = f"{section}.kind={kind}"
     for name in {name: None for names in read.values() for name in names}:
