@@ -218,7 +218,6 @@ STEP = "learner.minibatches=1"
         (["loss.kl=k1"], "loss.kl"),
         (["loss.dpo_nll_coef=1"], "loss.dpo_nll_coef"),
         (["loss.boost=0.6"], "loss.boost"),
-        ([CONTRAST, "rollout.guided_fraction=0", "loss.boost=0.6"], "loss.boost"),
         ([CONTRAST, "correction.kind=cispo", "loss.boost=0.6"], "loss.boost"),
         ([CONTRAST, STEP, "loss.boost=0.6"], "loss.boost"),
         ([DISTILL, "loss.boost=0.6"], "loss.boost"),
@@ -330,6 +329,21 @@ def test_what_has_no_room_takes_the_nearest_value_and_is_named(
         line for line in lines(config) if line.startswith("changed: ")
     )
     assert (value_of(config, key), value_of(stage_config(config, 0), key)) == (before, after)
+
+
+def test_what_acts_on_guided_data_keeps_its_value_where_none_is_made() -> None:
+    """Guided data can be left from before a resume that sets the share to 0."""
+    config = load(None, [STEPS, CONTRAST, "rollout.guided_fraction=0", "loss.boost=0.6"])
+    (line,) = lines(config)
+    assert line.startswith("inert: loss.boost (rollout.guided_fraction=0)")
+    assert stage_config(config, 0).loss.boost == 0.6
+
+
+def test_of_a_changed_configuration_only_the_changes_are_told() -> None:
+    before = load(None, [STEPS, "loss.kl=k1"])
+    assert lines(before) and not lines(before, before=before)
+    (line,) = lines(load(None, [STEPS, "loss.kl=k1", "loss.boost=0.6"]), before=before)
+    assert line.startswith("inert: loss.boost (") and "loss.kl" not in line
 
 
 def test_a_change_names_the_stages_in_which_it_is_made() -> None:
