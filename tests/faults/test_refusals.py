@@ -40,7 +40,11 @@ def refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], argument: str) -
         ("learner.lr=nan", "learner.lr", "finite"),
         ("policy.layers=-1", "policy.layers", "at least 1"),
         ("buffer.segment_bytes=1", "buffer.segment_bytes", "65536"),
-        ("buffer.reuse=9", "buffer.reuse", "buffer.max_staleness"),  # excludes another value
+        (
+            "actors.weight_lag=9",
+            "actors.weight_lag",
+            "buffer.max_staleness",
+        ),  # excludes another value
     ],
 )
 def test_18_a_bad_configuration_is_refused_by_key(
