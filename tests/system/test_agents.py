@@ -2,6 +2,7 @@
 
 import statistics
 from pathlib import Path
+from typing import Any
 
 import pytest
 from arm_agent import LENGTH, make_policy
@@ -27,6 +28,16 @@ run: {{dir: {runs}, name: agents}}
 """
 
 
+def rows_of(recipe: Path, run_dir: Path, steps: int) -> list[dict[str, Any]]:
+    """Train as the recipe says; return the rows of metrics."""
+    with launching() as launch:
+        one = launch(run_dir, recipe)
+        one.wait_for_steps(steps)
+        code, errors = one.end()
+        assert code == 0, (errors, one.logs())
+    return Tail(run_dir / "metrics.jsonl").rows()
+
+
 @pytest.mark.slow
 def test_an_agent_that_calls_tools_learns_which_arm_to_pull(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -36,12 +47,7 @@ def test_an_agent_that_calls_tools_learns_which_arm_to_pull(
     make_policy(policy)
     recipe.write_text(RECIPE.format(policy=policy, length=LENGTH, steps=STEPS, runs=tmp_path))
     run_dir = tmp_path / "agents"
-    with launching() as launch:
-        one = launch(run_dir, recipe)
-        one.wait_for_steps(STEPS)
-        code, errors = one.end()
-        assert code == 0, (errors, one.logs())
-    rows = Tail(run_dir / "metrics.jsonl").rows()
+    rows = rows_of(recipe, run_dir, STEPS)
     success = [row["train/success"] for row in rows if "train/success" in row]
     before, after = statistics.fmean(success[:3]), statistics.fmean(success[-3:])
     assert before < 0.7 and after >= before + 0.1, success
@@ -74,12 +80,7 @@ def test_two_players_of_one_policy_learn_from_rewards_that_cancel_out(tmp_path: 
     recipe, steps = tmp_path / "recipe.yaml", 14
     recipe.write_text(GAME.format(steps=steps, runs=tmp_path))
     run_dir = tmp_path / "game"
-    with launching() as launch:
-        one = launch(run_dir, recipe)
-        one.wait_for_steps(steps)
-        code, errors = one.end()
-        assert code == 0, (errors, one.logs())
-    rows = Tail(run_dir / "metrics.jsonl").rows()
+    rows = rows_of(recipe, run_dir, steps)
     trained = [row for row in rows if "player/even/reward" in row]
     assert len(trained) == steps
     assert all(row["train/reward_mean"] == 0.0 for row in trained), "no whole episode can teach"
