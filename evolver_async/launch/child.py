@@ -17,12 +17,11 @@ from evolver_async.config import Config
 from evolver_async.durations import utc
 from evolver_async.errors import DISK_FULL, EVALUATION_LOST, STOPPED, TRAINING_ERROR, USER_ERROR
 from evolver_async.launch.gpus import VISIBLE, index_of, visible_gpus
-from evolver_async.launch.run_directory import last_lines
+from evolver_async.launch.run_directory import SEARCHED_LINES, last_error, last_lines
 from evolver_async.process.addresses import keys_of
 from evolver_async.room import lacks_room
 
 FINAL = (USER_ERROR, TRAINING_ERROR, EVALUATION_LOST)  # exit codes that a restart would repeat
-SEARCHED_LINES = 100  # of a log, for the error that ended the process
 NO_ERROR = "no error was logged"
 WARNING = re.compile(r"^warnings\.warn\(|:\d+: \w*Warning: ")
 FRAME = "+-| "  # what surrounds the traceback of an exception group
@@ -193,13 +192,12 @@ class Spawner(ABC):
     def last_error(self, child: Child) -> str:
         """Return the last error that the present process logged, else the last line of its log if
         that is no message."""
-        lines = self.log_tail(child, SEARCHED_LINES).splitlines()
-        for line in reversed(lines):
-            if f"pid {child.failed_process[1]}" in line:
-                break  # earlier lines come from an earlier process of this name
-            if " ERROR " in line:
-                return line
-        last = innermost(lines)
+        name, pid = child.failed_process
+        # earlier lines come from an earlier process of this name
+        error = last_error(self.log_file(name), since=f"pid {pid}")
+        if error:
+            return error.partition("\n")[0]
+        last = self.last_line(child)
         return NO_ERROR if not last or " INFO " in last or " WARNING " in last else last
 
 

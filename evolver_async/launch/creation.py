@@ -272,6 +272,7 @@ def _prepare_apart(run_dir: Path) -> None:
         cause = "; most likely memory ran out, see dmesg" if name == "SIGKILL" else ""
         raise ConfigError(f"{UNPREPARED}: the process was killed by {name}{cause}")
     if done.returncode == USER_ERROR:
-        raise ConfigError(last_error(log_file).partition("\n")[0])
+        said = last_error(log_file) or last_lines(log_file, 1)
+        raise ConfigError(said.partition("\n")[0])
     if done.returncode != 0:
         raise ConfigError(f"{UNPREPARED}: {last_lines(log_file, 1)}")

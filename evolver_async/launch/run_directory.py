@@ -196,15 +196,16 @@ def last_lines(path: Path, count: int = 5) -> str:
     return "\n".join([line for line in lines if line.strip()][-count:])
 
 
-def last_error(path: Path) -> str:
-    """Return the last error of a log with all its lines, else the last line that is not blank.
+def last_error(path: Path, since: str = "") -> str:
+    """Return the last error of a log with all its lines, "" if there is none behind the last line
+    that has `since` in it.
 
     What a process prints as it ends, a library's farewell for instance, stands behind its error.
     """
     lines = last_lines(path, SEARCHED_LINES).splitlines()
-    errors = [index for index, line in enumerate(lines) if " ERROR " in line]
-    if not errors:
-        return "".join(lines[-1:])
-    first, *rest = lines[errors[-1] :]
-    record = [first, *takewhile(lambda line: not RECORD.match(line), rest)]
-    return RECORD.sub("", "\n".join(record))
+    begun = max((index for index, line in enumerate(lines) if since and since in line), default=0)
+    first = max((index for index, line in enumerate(lines) if " ERROR " in line), default=-1)
+    if first < begun:
+        return ""
+    rest = takewhile(lambda line: not RECORD.match(line), lines[first + 1 :])
+    return RECORD.sub("", "\n".join([lines[first], *rest]))

@@ -19,7 +19,7 @@ from evolver_async.checkpoint.history import numbers
 from evolver_async.config import Config, ConfigError
 from evolver_async.config.load import load_written, stage_config
 from evolver_async.files import parsed, write_whole
-from evolver_async.launch.run_directory import last_error
+from evolver_async.launch.run_directory import last_error, last_lines
 from evolver_async.metrics.alarms import alarms_line
 from evolver_async.metrics.lineages import current_rows, key_of
 from evolver_async.metrics.tail import Tail, last_rows
@@ -66,10 +66,9 @@ def end(run_dir: Path, code: int, reason: str = "") -> Ending:
     elif code in CODES:
         state, reason = "stopped", reason or signal.Signals(code - 128).name
     else:
-        state, reason = (
-            "failed",
-            reason or last_error(run_dir / "logs" / "launcher.log") or "no error is in the logs",
-        )
+        log_file = run_dir / "logs" / "launcher.log"
+        told = last_error(log_file) or last_lines(log_file, 1) or "no error is in the logs"
+        state, reason = "failed", reason or told
     ending = Ending(state, code, reason, time.time())
     try:
         write_whole(run_dir / END, json.dumps(asdict(ending)))

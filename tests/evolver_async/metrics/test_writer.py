@@ -88,8 +88,9 @@ def test_what_a_library_logs_while_python_shuts_down_hides_no_error(tmp_path):
     log_file = tmp_path / "a.log"
     log_file.write_text(f"{done.stderr}goodbye\n")
     assert last_error(log_file) == "no such task"
+    assert last_error(log_file, since="goodbye") == ""
     log_file.write_text("goodbye\n\n")
-    assert last_error(log_file) == "goodbye"
+    assert last_error(log_file) == ""
 
 
 def lines(handler: LogFile, numbers: range) -> None:
