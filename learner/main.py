@@ -21,7 +21,7 @@ from evolver_async.transport.client import Client
 from evolver_async.transport.dealer import DealerClient
 from evolver_async.transport.heartbeat import Heartbeat
 from evolver_async.weights import factory as channel
-from learner.ranks.process_group import Ranks
+from learner.ranks.mesh import Ranks
 from learner.run.rank_server import attend, meeting
 from learner.train import Learner
 

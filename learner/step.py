@@ -28,7 +28,7 @@ from evolver_async.room import lacks_room
 from evolver_async.schema import Array, Group, WeightId
 from learner.advantage.assign import assign
 from learner.advantage.reliance import weighted
-from learner.advantage.rewards import label_metrics, rewards_of
+from learner.advantage.shaped_rewards import label_metrics, rewards_of
 from learner.data.batch import Batch, LogProbs, Minibatch, Values
 from learner.data.collate import Internalise, Lag, collate, lag_table
 from learner.data.copied import Decode, copies
@@ -36,19 +36,19 @@ from learner.data.players import fates, groups_by_player
 from learner.data.selection import select
 from learner.diagnostics.bad_steps import BadSteps
 from learner.diagnostics.histograms import step_histograms
-from learner.diagnostics.offpolicy import trajectory_metrics
 from learner.diagnostics.rollouts import copied_metrics, taken_metrics, trained_by_player
 from learner.diagnostics.step_result import NON_FINITE, TRUNCATED, StepResult, Trained
+from learner.loss.accounting import trajectory_metrics
 from learner.loss.dpo import PreferenceLoss, pair_signs, pairs
 from learner.loss.objective import Objective
 from learner.loss.sft import supervised_loss
 from learner.optimize.critic import CriticTraining
-from learner.optimize.distill import Distillation, distillation_of
+from learner.optimize.distillation import Distillation, distillation_of
 from learner.optimize.logprobs import Scorer, comes_late, late_anchor, step_logprobs
 from learner.optimize.model import Models
-from learner.optimize.passes import MicroLoss
+from learner.optimize.step_passes import MicroLoss
 from learner.optimize.updates import Applied, Failure, Stepper, UpdateLimits
-from learner.ranks.process_group import Ranks, alone
+from learner.ranks.mesh import Ranks, alone
 from learner.state import LearnerState
 
 log = logging.getLogger(__name__)

@@ -26,21 +26,21 @@ from evolver_async.room import await_room, lacks_room
 from evolver_async.schema import Group
 from evolver_async.transport.client import Client, Rejected
 from evolver_async.weights.channel.base import Publisher
-from learner.diagnostics.alarms import Alarm
+from learner.diagnostics.collapse import Alarm
 from learner.diagnostics.judge_rates import forget_totals, note
 from learner.diagnostics.step_result import StepResult
 from learner.diagnostics.step_rows import StepRows
 from learner.diagnostics.stop_rules import Guard
-from learner.progress import StepAbandoned
-from learner.ranks.process_group import Ranks
+from learner.ranks.mesh import Ranks
 from learner.run.buffer_client import Requests, Stopping
 from learner.run.checkpoint import Checkpoints
-from learner.run.evaluations import EvaluationTracker, Standstill
+from learner.run.evaluation_tracker import EvaluationTracker, Standstill
 from learner.run.rank_server import Leader
 from learner.schedule import Clock, Stages, next_stage, reopen, stage_over
 from learner.stage_steps import enter_stage, train_take
 from learner.state import NO_EVALUATION, LearnerState
 from learner.step import Updater
+from learner.step_progress import StepAbandoned
 
 log = logging.getLogger(__name__)
 

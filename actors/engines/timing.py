@@ -1,6 +1,6 @@
 """Time of a decoding step of the torch engine with a model.
 
-`learner/tools/timing.py` times the passes of the learner.
+`learner/tools/timed_passes.py` times the passes of the learner.
 """
 
 import numpy as np

@@ -44,7 +44,7 @@ ROLES = PROCESSES | {
     "copy_pool": "actors.experience.store:copy_pool",  # (directory, new directory) -> None
     "guidance": "actors.experience.at_use:guidance",  # (run_dir, query) -> text
     "purge": "actors.experience.service:purge_files",  # (config, run_dir, source) -> entries
-    "rerun": "learner.rerun.main:rerun",  # (plan, progress) -> exit code and lines
+    "rerun": "learner.rerun.verification:rerun",  # (plan, progress) -> exit code and lines
     "serial_actor": "actors.main:build",
     "serial_experience": "actors.experience.service:build",
     "serial_learner": "learner.main:build",

@@ -25,7 +25,7 @@ from learner.advantage.group_relative import (
     reads_anchor,
     unlabelled_groups,
 )
-from learner.advantage.rewards import Rewards
+from learner.advantage.shaped_rewards import Rewards
 from learner.data.batch import Batch, LogProbs, Values
 from learner.loss.ratios import LOG_RATIO_BOUND
 

@@ -16,7 +16,7 @@ from evolver_async.config import AdvantageConfig
 from evolver_async.extension import implementation, is_own
 from evolver_async.rewards import alike_in_group
 from evolver_async.schema import Array
-from learner.advantage.rewards import Rewards
+from learner.advantage.shaped_rewards import Rewards
 
 EPSILON = 1e-6
 

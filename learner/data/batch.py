@@ -18,7 +18,7 @@ from evolver_async.model.borders import Borders
 from evolver_async.model.prefix_trees import SortedRows
 from evolver_async.model.projection import TokenMasks
 from evolver_async.schema import Array
-from learner.data.layout import Layout, cut_rows, cut_trees, place, ranges
+from learner.data.packing import Layout, cut_rows, cut_trees, place, ranges
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from evolver_async.metrics.histograms import Histogram, integers, linear, logarithmic
 from evolver_async.schema import Array
 from learner.data.batch import Batch
-from learner.diagnostics.offpolicy import Accounting
+from learner.loss.accounting import Accounting
 
 PER_OCTAVE = 4  # bins from a weight or a ratio to its double
 LENGTHS_PER_OCTAVE = 2

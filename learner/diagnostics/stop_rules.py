@@ -13,7 +13,7 @@ from evolver_async.protocol.evaluations import EvalResult
 from evolver_async.protocol.failures import FailureTotal
 from evolver_async.schema import Group
 from learner.data.players import groups_by_player
-from learner.diagnostics.alarms import Alarm, judge
+from learner.diagnostics.collapse import Alarm, judge
 from learner.diagnostics.group_signals import group_signals
 from learner.diagnostics.judge_rates import judge_rates
 from learner.diagnostics.step_result import NON_FINITE, TARGET_KL, StepResult

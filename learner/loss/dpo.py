@@ -14,8 +14,8 @@ from evolver_async.config import LossConfig
 from evolver_async.schema import Array, Group, Role, Trajectory
 from learner.data.batch import Batch, MicroBatch, Minibatch
 from learner.data.selection import Selected, spread_by
-from learner.diagnostics.offpolicy import Accounting
 from learner.diagnostics.step_result import TRUNCATED
+from learner.loss.accounting import Accounting
 
 
 def pairs(groups: list[Group], by: str = "reward", *, masked: bool = False) -> Selected:

@@ -10,7 +10,7 @@ from evolver_async.config.sections.learner import by_kind
 from evolver_async.errors import Inconsistency
 from evolver_async.schema import Array
 from learner.data.batch import Batch, LogProbs, MicroBatch, Minibatch
-from learner.diagnostics.offpolicy import Accounting
+from learner.loss.accounting import Accounting
 from learner.loss.applied import corrected_tokens, not_finite, prepared
 from learner.loss.correction import (
     ActionTokens,
@@ -19,7 +19,8 @@ from learner.loss.correction import (
     reads_anchor,
     scales_lr,
 )
-from learner.loss.policy import (
+from learner.loss.ratios import interpolated_anchor, log_rho, trajectory_totals
+from learner.loss.terms import (
     Clipped,
     boosted,
     clipped_objective,
@@ -28,7 +29,6 @@ from learner.loss.policy import (
     token_scale,
     unclipped_objective,
 )
-from learner.loss.ratios import interpolated_anchor, log_rho, trajectory_totals
 
 
 @dataclass(frozen=True)

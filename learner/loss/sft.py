@@ -3,7 +3,7 @@
 import torch
 
 from learner.data.batch import MicroBatch, Minibatch
-from learner.diagnostics.offpolicy import Accounting
+from learner.loss.accounting import Accounting
 
 
 def sft_loss(theta_N: torch.Tensor, *, tokens: int) -> torch.Tensor:

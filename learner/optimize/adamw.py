@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from evolver_async.model.products import forget
-from learner.ranks.process_group import whole_tensor
+from learner.ranks.mesh import whole_tensor
 
 
 @dataclass(frozen=True)

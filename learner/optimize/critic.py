@@ -16,10 +16,10 @@ from evolver_async.model import policy
 from evolver_async.model.borders import Borders
 from evolver_async.schema import Array
 from learner.data.batch import Batch, MicroBatch, Minibatch, Values
-from learner.data.layout import Layout
+from learner.data.packing import Layout
 from learner.loss.value import value_loss
 from learner.optimize.adamw import make_adamw
-from learner.ranks.process_group import Ranks, nothing, within
+from learner.ranks.mesh import Ranks, nothing, within
 
 
 class Head(torch.nn.Module):

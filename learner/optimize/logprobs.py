@@ -11,13 +11,13 @@ from evolver_async.metrics.writer import Timers
 from evolver_async.model import policy
 from evolver_async.schema import Array
 from learner.advantage import group_relative
-from learner.advantage.rewards import penalises
+from learner.advantage.shaped_rewards import penalises
 from learner.data.batch import Batch, LogProbs, MicroBatch, Minibatch
-from learner.data.layout import Layout
+from learner.data.packing import Layout
 from learner.loss.correction import correction_of, reads_anchor
 from learner.loss.ratios import guided_old
 from learner.optimize.model import Models
-from learner.ranks.process_group import Ranks, idle, within
+from learner.ranks.mesh import Ranks, idle, within
 
 
 @dataclass(frozen=True)

@@ -15,12 +15,12 @@ from evolver_async.model.grammar import Grammars
 from evolver_async.model.tokenizer import ModelError
 from evolver_async.weights import probe
 from evolver_async.weights.channel.source import WeightSource, WholeTensors
-from learner.data.layout import Layout
+from learner.data.packing import Layout
 from learner.optimize.adamw import make_adamw
 from learner.optimize.critic import Critic
 from learner.optimize.tensors import load_optimizer, load_weights, save_tensors
 from learner.ranks.gathered import GatheredWeights
-from learner.ranks.process_group import Ranks, within
+from learner.ranks.mesh import Ranks, within
 
 
 def load(config: Config, device: str, *, sharded: bool = False) -> PreTrainedModel:

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from evolver_async.errors import TrainingError
 from evolver_async.weights.collective.process_group import gpu_id
-from learner.ranks.process_group import Ranks
+from learner.ranks.mesh import Ranks
 
 SHARE = 0.85  # of the free memory; the rest is for fragments and for passes unlike the measured one
 PASSES = 10  # at most

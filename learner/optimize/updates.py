@@ -19,8 +19,8 @@ from evolver_async.metrics.writer import Timers
 from evolver_async.randomness import key
 from evolver_async.schema import Array
 from learner.data.batch import Batch, Minibatch
-from learner.diagnostics.offpolicy import Accounting
 from learner.diagnostics.step_result import NON_FINITE, TARGET_KL
+from learner.loss.accounting import Accounting
 from learner.loss.correction import scales_lr
 from learner.loss.objective import Objective
 from learner.optimize.adamw import (
@@ -32,9 +32,9 @@ from learner.optimize.adamw import (
     with_gradient,
 )
 from learner.optimize.critic import CriticTraining
-from learner.optimize.distill import DISTILL_KL, DISTILL_TOKENS, Distillation
+from learner.optimize.distillation import DISTILL_KL, DISTILL_TOKENS, Distillation
 from learner.optimize.model import Models
-from learner.optimize.passes import MicroLoss, Passes
+from learner.optimize.step_passes import MicroLoss, StepPasses
 
 log = logging.getLogger(__name__)
 
@@ -122,7 +122,7 @@ class Stepper:
         self.models = models
         self.config = config
         self.timers = timers
-        self.passes = Passes(models, config, timers)
+        self.passes = StepPasses(models, config, timers)
 
     def __call__(
         self,

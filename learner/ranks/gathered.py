@@ -18,7 +18,7 @@ from evolver_async.errors import Inconsistency
 from evolver_async.model import policy
 from evolver_async.weights.channel.layout import Layout, aligned, nbytes
 from evolver_async.weights.channel.source import Part, whole_part
-from learner.ranks.process_group import Ranks
+from learner.ranks.mesh import Ranks
 
 BUCKET_BYTES = 8 << 20  # of all ranks together
 

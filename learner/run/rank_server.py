@@ -24,12 +24,12 @@ from evolver_async.room import lacks_room
 from evolver_async.schema import Group, Kind, Task, WeightId
 from evolver_async.weights.channel.source import WeightSource
 from learner.diagnostics.step_result import StepResult
-from learner.progress import StepAbandoned
 from learner.ranks.agreement import agree, facts_of
-from learner.ranks.process_group import Ranks, join
+from learner.ranks.mesh import Ranks, join
 from learner.schedule import Stages
 from learner.state import LearnerState
 from learner.step import Updater
+from learner.step_progress import StepAbandoned
 
 END = "end"
 

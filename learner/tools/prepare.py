@@ -25,7 +25,7 @@ from evolver_async.model import gguf, policy
 from evolver_async.model.precision import FASTER, gains, load_policy, on_gpu
 from evolver_async.process.setup import RoleArgs
 from learner.optimize import model
-from learner.tools.timing import timed
+from learner.tools.timed_passes import timed
 
 log = logging.getLogger(__name__)
 

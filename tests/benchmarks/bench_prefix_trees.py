@@ -17,7 +17,7 @@ import torch
 
 from evolver_async.model import policy
 from learner.data.batch import Batch
-from learner.data.layout import Layout
+from learner.data.packing import Layout
 
 GROUPS, MEMBERS, PROMPT, ANSWER = 4, 8, 256, 64
 SIZES = ("64x2", "128x2", "256x4")

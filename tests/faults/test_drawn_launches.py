@@ -31,7 +31,7 @@ from evolver_async.results.run import load_run
 from evolver_async.results.takes import RecordedTakes
 from evolver_async.study.rerun import plan
 from learner.diagnostics.step_rows import StepRows
-from learner.rerun.main import rerun
+from learner.rerun.verification import rerun
 from learner.train import Learner
 
 RUNS = int(os.environ.get("FAULT_RUNS", "8"))

@@ -9,7 +9,7 @@ from alike import assert_alike
 from parallel_world import STEPS, be_rank, make_policies, read, train
 
 from evolver_async.checkpoint import shards
-from learner.ranks.process_group import alone
+from learner.ranks.mesh import alone
 
 pytestmark = pytest.mark.gpu
 

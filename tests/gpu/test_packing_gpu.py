@@ -22,7 +22,7 @@ from evolver_async.model import attention, policy
 from evolver_async.model.attention import Borders, flash_fits, packed_attention
 from learner.data.batch import Minibatch
 from learner.optimize import token_budget
-from learner.ranks.process_group import alone
+from learner.ranks.mesh import alone
 
 LENGTHS = [300, 290, 257, 130, 128, 64, 63, 17, 1]
 # of attention in bfloat16 against float32; of mean |log-prob| and of gradients, packed to padded

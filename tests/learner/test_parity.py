@@ -17,7 +17,7 @@ from evolver_async.config.sections.learner import by_kind
 from evolver_async.model import policy
 from evolver_async.schema import Role
 from learner.data.batch import Batch, LogProbs
-from learner.diagnostics.offpolicy import Accounting
+from learner.loss.accounting import Accounting
 from learner.loss.objective import Objective
 from learner.loss.sft import sft_loss
 

@@ -33,12 +33,12 @@ from learner import train
 from learner.diagnostics.step_result import StepResult
 from learner.diagnostics.step_rows import StepRows
 from learner.main import build
-from learner.progress import StepProgress
-from learner.run.evaluations import EvaluationTracker, Standstill
+from learner.run.evaluation_tracker import EvaluationTracker, Standstill
 from learner.schedule import Stages
 from learner.stage_steps import train_take
 from learner.state import LearnerState, PendingEvaluation
 from learner.step import Updater
+from learner.step_progress import StepProgress
 from learner.train import Learner
 from tests.support.killed_runs import Run
 
@@ -198,7 +198,7 @@ def test_what_a_step_has_to_go_does_not_grow_with_a_micro_batch_under_way(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now = [100.0]
-    monkeypatch.setattr("learner.progress.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("learner.step_progress.time.monotonic", lambda: now[0])
     progress = StepProgress()
     progress.begin(3)
     progress.plan(400, gradient=True)

@@ -29,8 +29,8 @@ from evolver_async.schema import (
     TurnFlag,
 )
 from learner.advantage.group_relative import EstimatorInput
-from learner.advantage.rewards import Rewards
-from learner.diagnostics.offpolicy import Accounting
+from learner.advantage.shaped_rewards import Rewards
+from learner.loss.accounting import Accounting
 from learner.loss.correction import ActionTokens, Corrected, correction, decoupled, vcpo
 from learner.optimize import updates as under_test
 from learner.optimize.tensors import load_optimizer, save_tensors

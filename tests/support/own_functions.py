@@ -12,7 +12,7 @@ from actors.judge.judge import Judge, JudgedEpisode, Labels
 from evolver_async.config import AdvantageConfig, CorrectionConfig, SelectionConfig
 from evolver_async.schema import Array, Group
 from learner.advantage.group_relative import EstimatorInput
-from learner.advantage.rewards import Rewards
+from learner.advantage.shaped_rewards import Rewards
 from learner.loss.correction import ActionTokens, Corrected, correction
 
 

@@ -25,7 +25,7 @@ from evolver_async.schema import Group
 from evolver_async.weights.probe import separate
 from learner.loss.correction import ActionTokens, Corrected, decoupled
 from learner.optimize import token_budget
-from learner.ranks.process_group import Ranks, join
+from learner.ranks.mesh import Ranks, join
 from learner.run.rank_server import Leader, follow
 from learner.state import LearnerState
 from learner.step import Updater

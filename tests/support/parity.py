@@ -25,7 +25,7 @@ from learner.data.batch import Batch
 from learner.data.collate import Internalise, collate, lag_table
 from learner.loss.sft import sft_loss
 from learner.optimize.logprobs import Scorer
-from learner.ranks.process_group import alone
+from learner.ranks.mesh import alone
 
 WEIGHTS = WeightId(lineage=1, step=0)
 

@@ -27,9 +27,9 @@ from evolver_async.protocol.trajectories import unwrap, wrap
 from evolver_async.schema import Group, Role, Task, Trajectory
 from learner.data.batch import Batch
 from learner.data.collate import Internalise, collate, lag_table
-from learner.data.layout import Layout
+from learner.data.packing import Layout
 from learner.optimize.logprobs import Scorer
-from learner.ranks.process_group import alone
+from learner.ranks.mesh import alone
 from learner.state import LearnerState
 
 TEMPERATURE = 0.7

@@ -21,7 +21,7 @@ from evolver_async.metrics.tail import Tail
 from evolver_async.results.run import load_run
 from evolver_async.watch.runs import end, summary
 from learner.run.checkpoint import Checkpoints
-from learner.run.evaluations import EvaluationTracker
+from learner.run.evaluation_tracker import EvaluationTracker
 from learner.schedule import Stages
 from learner.state import LearnerState
 

@@ -44,7 +44,7 @@ from evolver_async.weights import factory as channel
 from evolver_async.weights.lora_receiver import MergingReceiver, whole
 from evolver_async.weights.probe import separate
 from evolver_async.weights.shm import ShmPublisher
-from learner.ranks.process_group import Ranks, join
+from learner.ranks.mesh import Ranks, join
 from learner.run.rank_server import Leader, follow
 from learner.state import LearnerState
 from learner.step import Updater

@@ -10,7 +10,7 @@ from evolver_async.config import AdvantageConfig
 from evolver_async.errors import TrainingError
 from learner.advantage.assign import assign
 from learner.advantage.group_relative import EstimatorInput
-from learner.advantage.rewards import Rewards
+from learner.advantage.shaped_rewards import Rewards
 from learner.data.batch import LogProbs
 
 

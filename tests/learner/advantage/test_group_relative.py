@@ -27,7 +27,7 @@ from learner.advantage.group_relative import (
     unlabelled,
     unlabelled_groups,
 )
-from learner.advantage.rewards import Rewards
+from learner.advantage.shaped_rewards import Rewards
 
 STDS = ["group", "batch", "none"]
 number = st.floats(-10, 10, allow_subnormal=False).map(lambda x: round(x, 3))

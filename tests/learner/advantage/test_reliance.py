@@ -9,7 +9,7 @@ from collated_groups import ALWAYS, NEVER, collated, make_groups
 from evolver_async.config import AdvantageConfig
 from learner.advantage.assign import Advantages, assign
 from learner.advantage.reliance import reliance, weighted
-from learner.advantage.rewards import Rewards
+from learner.advantage.shaped_rewards import Rewards
 from learner.data.batch import Batch, LogProbs
 from learner.data.collate import Internalise
 

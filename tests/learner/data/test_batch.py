@@ -18,7 +18,7 @@ from evolver_async.model import prefix_trees
 from evolver_async.schema import Group, Role
 from learner.data.batch import Batch
 from learner.loss.correction import ActionTokens, decoupled
-from learner.loss.policy import clipped_objective, policy_loss, token_scale
+from learner.loss.terms import clipped_objective, policy_loss, token_scale
 
 CPU = torch.device("cpu")
 Scored = tuple[Batch, np.ndarray, np.ndarray]  # with anchor_N and advantage_N

@@ -10,7 +10,7 @@ from collated_groups import collated, make_groups
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from learner.diagnostics.offpolicy import Accounting, trajectory_metrics
+from learner.loss.accounting import Accounting, trajectory_metrics
 
 
 def bucket_of(lag: int) -> str:

@@ -10,9 +10,9 @@ from collated_groups import collated, make_groups
 from evolver_async.schema import Role
 from learner.data.batch import LogProbs
 from learner.diagnostics.histograms import step_histograms
-from learner.diagnostics.offpolicy import Accounting
 from learner.diagnostics.samples import drop_oldest, write_samples
 from learner.diagnostics.step_result import Trained
+from learner.loss.accounting import Accounting
 from learner.state import LearnerState
 
 

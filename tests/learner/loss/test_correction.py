@@ -25,7 +25,6 @@ from learner.loss.correction import (
     correction_of,
     reads_anchor,
 )
-from learner.loss.policy import clipped_objective, unclipped_objective
 from learner.loss.ratios import (
     guided_old,
     interpolated_anchor,
@@ -33,6 +32,7 @@ from learner.loss.ratios import (
     trajectory_mean,
     trajectory_sum,
 )
+from learner.loss.terms import clipped_objective, unclipped_objective
 
 CLIPPED = [(kind, level) for kind, level in KINDS if kind not in UNCLIPPED]
 LOW, HIGH, DUAL = 0.2, 0.28, 3.0

@@ -20,8 +20,8 @@ from evolver_async.model import policy
 from evolver_async.schema import Group, Role, TurnFlag
 from learner.data.batch import Batch
 from learner.data.collate import Lag, collate
-from learner.diagnostics.offpolicy import Accounting
 from learner.diagnostics.step_result import StepResult
+from learner.loss.accounting import Accounting
 from learner.loss.dpo import PreferenceLoss, dpo_loss, pair_signs, pairs
 from learner.state import LearnerState
 

@@ -16,11 +16,11 @@ from evolver_async.config import CorrectionConfig, LossConfig
 from evolver_async.config.sections.learner import by_kind
 from learner.data.batch import Batch, LogProbs
 from learner.data.collate import Internalise
-from learner.diagnostics.offpolicy import Accounting
+from learner.loss.accounting import Accounting
 from learner.loss.correction import ActionTokens, Corrected, StepTokens, correction, reads_anchor
 from learner.loss.objective import Objective
-from learner.loss.policy import token_scale
 from learner.loss.ratios import guided_old
+from learner.loss.terms import token_scale
 
 CPU = torch.device("cpu")
 

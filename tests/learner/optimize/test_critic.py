@@ -22,13 +22,13 @@ from evolver_async.model import lora, policy
 from evolver_async.schema import Group, Role, TurnFlag
 from learner.advantage.assign import Advantages, assign, fit_metrics
 from learner.advantage.gae import whitened
-from learner.advantage.rewards import rewards_of
+from learner.advantage.shaped_rewards import rewards_of
 from learner.data.batch import Batch, LogProbs, Values
 from learner.data.collate import Lag, collate
 from learner.loss.value import value_loss
-from learner.optimize import passes
+from learner.optimize import step_passes
 from learner.optimize.critic import Critic
-from learner.ranks.process_group import alone
+from learner.ranks.mesh import alone
 from learner.state import LearnerState
 from learner.step import Updater
 
@@ -230,7 +230,7 @@ def test_the_last_update_is_checked_within_the_measured_budget(tiny, tmp_path, m
         probe(most)
         return 4096
 
-    monkeypatch.setattr(passes, "measured", probed)
+    monkeypatch.setattr(step_passes, "measured", probed)
     settings = ppo(tiny, "separate")
     settings.learner.token_budget, settings.loss.target_kl = 0, 1e6
     made_, state = updater(settings, tmp_path), LearnerState(lineage=1)

@@ -13,7 +13,7 @@ from evolver_async.schema import Group, Role, Sequence
 from learner.data.batch import Batch
 from learner.data.collate import Internalise
 from learner.optimize.logprobs import Scorer, anchor_and_old, anchored
-from learner.ranks.process_group import alone
+from learner.ranks.mesh import alone
 
 TEMPERATURE = 0.8
 

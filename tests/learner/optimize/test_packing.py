@@ -42,9 +42,9 @@ from evolver_async.model import attention, policy, row_checks
 from evolver_async.model.borders import SHORT, SIMILAR, Borders
 from evolver_async.model.tokenizer import ModelError
 from evolver_async.process.setup import RoleArgs
-from learner.optimize import passes, token_budget
+from learner.optimize import step_passes, token_budget
 from learner.optimize.logprobs import Scorer
-from learner.ranks.process_group import Ranks, alone
+from learner.ranks.mesh import Ranks, alone
 from learner.state import LearnerState
 from learner.step import Updater
 from learner.tools import prepare
@@ -487,7 +487,7 @@ def test_ranks_on_one_gpu_share_what_is_free_there(monkeypatch):
 
 def test_a_budget_is_measured_again_when_a_critic_has_come(paths, tmp_path, monkeypatch):
     room = iter([512, 256, 128])
-    monkeypatch.setattr(passes, "measured", lambda *_: next(room))
+    monkeypatch.setattr(step_passes, "measured", lambda *_: next(room))
     settings = config(paths["tiny"], [StageConfig(kind="rl", steps=1)])
     settings.learner.token_budget = 0
     settings.advantage = AdvantageConfig(kind="gae")
@@ -503,7 +503,7 @@ def test_a_budget_is_measured_again_when_a_critic_has_come(paths, tmp_path, monk
 
 def test_a_budget_is_measured_again_when_a_reference_has_come(paths, tmp_path, monkeypatch):
     room = iter([512, 256])
-    monkeypatch.setattr(passes, "measured", lambda *_: next(room))
+    monkeypatch.setattr(step_passes, "measured", lambda *_: next(room))
     settings = config(
         paths["tiny"], [StageConfig(kind="sft", steps=1), StageConfig(kind="dpo", steps=1)]
     )

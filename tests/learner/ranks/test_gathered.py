@@ -13,7 +13,7 @@ from torch import nn
 from evolver_async.schema import WeightId
 from evolver_async.weights.shm import ShmPublisher, ShmReceiver
 from learner.ranks.gathered import GatheredWeights
-from learner.ranks.process_group import join
+from learner.ranks.mesh import join
 
 pytestmark = pytest.mark.process
 

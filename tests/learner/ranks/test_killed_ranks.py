@@ -16,7 +16,7 @@ from evolver_async.checkpoint import directory as checkpoint
 from evolver_async.checkpoint import shards
 from evolver_async.config.load import stage_config
 from evolver_async.metrics.writer import Timers
-from learner.ranks.process_group import join
+from learner.ranks.mesh import join
 from learner.run.rank_server import Leader, follow
 from learner.state import LearnerState
 from learner.step import Updater

@@ -21,7 +21,7 @@ from evolver_async.launch.serial import run as run_serially
 from evolver_async.results.run import load_run
 from evolver_async.study.rerun import plan
 from learner.diagnostics.step_rows import StepRows
-from learner.rerun.main import RerunOutcome, rerun
+from learner.rerun.verification import RerunOutcome, rerun
 from learner.state import LearnerState
 
 pytestmark = pytest.mark.process

@@ -13,12 +13,12 @@ from evolver_async.model import policy
 from evolver_async.model.borders import Borders
 from evolver_async.model.projection import TokenMasks
 from learner.data.batch import MicroBatch, Minibatch
-from learner.diagnostics.offpolicy import Accounting
+from learner.loss.accounting import Accounting
 from learner.optimize.critic import Critic, CriticTraining
-from learner.optimize.distill import Distillation
+from learner.optimize.distillation import Distillation
 from learner.optimize.model import Models
 from learner.optimize.token_budget import measured
-from learner.ranks.process_group import nothing, within
+from learner.ranks.mesh import nothing, within
 
 log = logging.getLogger(__name__)
 
@@ -30,8 +30,8 @@ MicroLoss = Callable[
 ]
 
 
-class Passes:
-    """Passes of `models` over minibatches."""
+class StepPasses:
+    """StepPasses of `models` over minibatches."""
 
     def __init__(self, models: Models, config: Config, timers: Timers) -> None:
         self.models = models

@@ -15,11 +15,11 @@ from evolver_async.config import Config
 from evolver_async.model import policy
 from evolver_async.model.projection import TokenMasks, masked, projection_of
 from learner.data.batch import Batch, MicroBatch, Minibatch, lay_out
-from learner.data.layout import Layout
+from learner.data.packing import Layout
 from learner.loss.distill import forward_kl
-from learner.loss.policy import token_scale
+from learner.loss.terms import token_scale
 from learner.optimize.critic import CriticTraining
-from learner.ranks.process_group import Ranks, idle, nothing, within
+from learner.ranks.mesh import Ranks, idle, nothing, within
 
 DISTILL_KL, DISTILL_TOKENS = "experience/distill_kl", "experience/distill_tokens"
 

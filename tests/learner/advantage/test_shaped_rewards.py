@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evolver_async.config import AdvantageConfig, LossConfig
-from learner.advantage.rewards import Rewards, label_metrics, overlong, rewards_of
+from learner.advantage.shaped_rewards import Rewards, label_metrics, overlong, rewards_of
 from learner.data.batch import LogProbs
 
 

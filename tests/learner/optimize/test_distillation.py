@@ -14,8 +14,8 @@ from evolver_async.model import policy
 from evolver_async.schema import Array, Group, Role
 from learner.data.batch import Batch
 from learner.data.collate import Internalise, guided
-from learner.optimize.distill import Distillation
-from learner.ranks.process_group import alone
+from learner.optimize.distillation import Distillation
+from learner.ranks.mesh import alone
 
 TEACHES = Internalise(1.0, 0, teaches=True)
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from learner.loss.policy import (
+from learner.loss.terms import (
     boosted,
     clipped_objective,
     kl_estimate,

@@ -38,9 +38,9 @@ from evolver_async.model.borders import Borders
 from evolver_async.schema import Array
 from evolver_async.weights.collective.process_group import environment, gpu_id
 from learner.data.batch import MicroBatch, Minibatch
-from learner.data.layout import Layout
-from learner.progress import StepAbandoned, StepProgress
+from learner.data.packing import Layout
 from learner.ranks.layer_times import LayerTimes, slowest
+from learner.step_progress import StepAbandoned, StepProgress
 
 T = TypeVar("T")
 

@@ -25,7 +25,7 @@ from evolver_async.metrics.alerts import ALERTS
 from evolver_async.metrics.tail import Tail
 from evolver_async.process.setup import RoleArgs
 from learner.optimize.adamw import make_adamw, master, update
-from learner.ranks.process_group import alone, check_apart, join
+from learner.ranks.mesh import alone, check_apart, join
 from learner.run.rank_server import meeting
 
 pytestmark = pytest.mark.process

@@ -13,7 +13,7 @@ from evolver_async.launch.pace import Pace, can_time, step_estimate
 from evolver_async.launch.run_directory import CREATING
 from evolver_async.model import policy
 from evolver_async.process.setup import RoleArgs
-from learner.tools import prepare, timing
+from learner.tools import prepare, timed_passes
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +51,7 @@ def test_every_part_of_a_step_is_timed(
 def test_all_layers_run_again_after_a_few_were_timed(model: Path) -> None:
     decoder, _ = policy.split_model(policy.load_model(model, dtype="float32", device="cpu"))
     layers = decoder.config.num_hidden_layers  # pyright: ignore[reportAttributeAccessIssue]
-    with pytest.raises(RuntimeError), timing._fewer_layers(decoder):
+    with pytest.raises(RuntimeError), timed_passes._fewer_layers(decoder):
         raise RuntimeError
     assert decoder.config.num_hidden_layers == layers  # pyright: ignore[reportAttributeAccessIssue]
 

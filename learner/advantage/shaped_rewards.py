@@ -11,7 +11,7 @@ import torch
 from evolver_async.config import AdvantageConfig, LossConfig
 from evolver_async.schema import Array
 from learner.data.batch import Batch, LogProbs
-from learner.loss.policy import kl_estimate
+from learner.loss.terms import kl_estimate
 
 
 @dataclass(frozen=True)
