@@ -26,9 +26,8 @@ from evolver_async.room import await_room, lacks_room
 from evolver_async.schema import Group
 from evolver_async.transport.client import Client, Rejected
 from evolver_async.weights.channel.base import Publisher
-from learner.diagnostics.collapse import Alarm
-from learner.diagnostics.judge_rates import forget_totals, note
-from learner.diagnostics.step_result import StepResult
+from learner.diagnostics.collapse import Alarm, forget_totals, note
+from learner.diagnostics.measure import StepResult
 from learner.diagnostics.step_rows import StepRows
 from learner.diagnostics.stop_rules import Guard
 from learner.ranks.mesh import Ranks
@@ -37,7 +36,6 @@ from learner.run.checkpoint import Checkpoints
 from learner.run.evaluation_tracker import EvaluationTracker, Standstill
 from learner.run.rank_server import Leader
 from learner.schedule import Clock, Stages, next_stage, reopen, stage_over
-from learner.stage_steps import enter_stage, train_take
 from learner.state import NO_EVALUATION, LearnerState
 from learner.step import Updater
 from learner.step_progress import StepAbandoned
@@ -101,7 +99,8 @@ class Learner:
         try:
             self.begin()
             while not self.state.finished:
-                enter_stage(self.updater, self.stages, self.state)
+                self.updater.enter(self.settings, self.state)
+                log.info("stage %d: %s", self.state.stage, self.kind(self.state.stage))
                 while self.step():
                     pass
             code = self.await_evaluations()
@@ -190,23 +189,29 @@ class Learner:
             tokens=progress.tokens,
         )
 
+    @property
+    def settings(self) -> Config:
+        """Configuration of the present stage after its rollbacks."""
+        return self.stages(self.state.stage, self.state.rollbacks)
+
     def kind(self, stage: int) -> str:
         return self.config.stages[stage].kind
 
     def step(self) -> bool:
         """Train on one take, publish, report, log, save; return True while the stage goes on."""
         self.heed_pause()
+        take, stage, kind = self.state.take, self.state.stage, self.kind(self.state.stage)
+        settings = self.settings
         with self.timers("wait"):
             groups = self.sample()
         self.progress.begin(self.state.take)
         with self.timers("train"):
-            outcome = train_take(self.updater, self.stages, self.state, groups, self.forks)
+            steps = self.config.stages[stage].steps
+            outcome = self.updater.step(kind, settings, groups, self.state, self.forks, steps)
         self.progress.end()
-        take, stage, kind = self.state.take, self.state.stage, self.kind(self.state.stage)
-        settings = self.stages(stage, self.state.rollbacks)
         learns, selects = kind == "rl", kind in ("rl", "dpo")  # those can filter all groups
         self.guard.count(settings, self.state, outcome)
-        alarms = self.guard.watch(settings, self.state, groups, outcome) if learns else []
+        alarms = self.guard.watch(settings, self.state, outcome) if learns else []
         self.state.count(groups, outcome.tokens, outcome.updates)
         passed = self.clock.tick(self.state)
         self.guard.tell_slow_rank(take, outcome.metrics, passed)

@@ -1,6 +1,6 @@
 """Advantages of a batch's tokens, from its rewards, labels and values. Pure."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -23,7 +23,6 @@ from learner.advantage.group_relative import (
     estimator_of,
     finite_groups,
     reads_anchor,
-    unlabelled_groups,
 )
 from learner.advantage.shaped_rewards import Rewards
 from learner.data.batch import Batch, LogProbs, Values
@@ -34,9 +33,10 @@ from learner.loss.ratios import LOG_RATIO_BOUND
 class Advantages:
     """Advantages of the N ACTION tokens of a batch, and the returns that a critic learns.
 
-    advantage_N, return_N float32, 0 without a critic; finite_P bool: False for trajectories of
+    advantage_N float32, return_N, 0 without a critic; finite_P bool: False for trajectories of
     groups with a reward or an advantage that is not finite, which do not train; `left_out`: the
-    indices of these groups. `baseline`: the running baseline for the next step.
+    indices of these groups. `baseline`: the running baseline for the next step. alpha: the weight
+    of labels, 0 with a critic; own: numbers of an estimator's own.
     """
 
     advantage_N: Array
@@ -44,7 +44,8 @@ class Advantages:
     finite_P: Array
     left_out: set[int]
     baseline: float
-    metrics: dict[str, float]
+    alpha: float = 0.0
+    own: dict[str, float] = field(default_factory=dict)
 
 
 def assign(
@@ -76,23 +77,22 @@ def assign(
         given = EstimatorInput(
             alpha, baseline, log_weight_P, batch.length_P, batch.lag_P, batch.lag_U
         )
-        advantage_N, finite_P, baseline, metrics = _by_group(batch, rewards, settings, given)
-        return_N = np.zeros_like(batch.mu_N)
+        advantage_N, finite_P, baseline = _by_group(batch, rewards, settings, given)
+        return_N, own = np.zeros_like(batch.mu_N), given.metrics
     else:
-        advantage_N, return_N, finite_P, metrics = _by_critic(
-            batch, logprobs, values, rewards, settings
-        )
+        advantage_N, return_N, finite_P = _by_critic(batch, logprobs, values, rewards, settings)
+        alpha, own = 0.0, {}
     left_out = set(batch.group_P[~finite_P].tolist())
     advantage_N = advantage_N.astype(np.float32) * scale
-    return Advantages(advantage_N, return_N, finite_P, left_out, baseline, metrics)
+    return Advantages(advantage_N, return_N, finite_P, left_out, baseline, alpha, own)
 
 
 def _by_group(
     batch: Batch, rewards: Rewards, settings: AdvantageConfig, given: EstimatorInput
-) -> tuple[Array, Array, float, dict[str, float]]:
+) -> tuple[Array, Array, float]:
     """Give every ACTION token the advantage of its turn, among the peers of its trajectory.
 
-    Returns advantage_N, finite_P, the next running baseline and metrics.
+    Returns advantage_N, finite_P and the next running baseline.
     """
     finite_P, baseline = finite_groups(rewards), given.baseline
     advantage_U = np.zeros_like(rewards.turn_reward_U)
@@ -102,15 +102,8 @@ def _by_group(
         estimate_U, baseline = _estimated(compared, given.of(finite_P, finite_U), settings)
         advantage_U[finite_U] = estimate_U
         finite_P &= finite_groups(rewards, advantage_U)
-    metrics = {}
-    if settings.kind == "adca":
-        metrics = {
-            "advantage/alpha": given.alpha,
-            "advantage/unlabelled_groups": float(unlabelled_groups(rewards)),
-        }
-    metrics |= {f"advantage/own/{name}": value for name, value in given.metrics.items()}
     advantage_U = np.where(finite_P[rewards.trajectory_U], advantage_U, 0.0)
-    return advantage_U[batch.turn_at_N], finite_P, baseline, metrics
+    return advantage_U[batch.turn_at_N], finite_P, baseline
 
 
 def _estimated(
@@ -143,11 +136,8 @@ def _by_critic(
     values: Values,
     rewards: Rewards,
     settings: AdvantageConfig,
-) -> tuple[Array, Array, Array, dict[str, float]]:
-    """Estimate advantage_N and return_N of single tokens by a critic's values.
-
-    Returns them with finite_P and metrics.
-    """
+) -> tuple[Array, Array, Array]:
+    """Return advantage_N and return_N of single tokens by a critic's values, and finite_P."""
     order_N = np.argsort(batch.turn_at_N, kind="stable")  # as written: contexts may take turns
     with np.errstate(invalid="ignore", over="ignore"):
         estimate = _estimate(batch, logprobs, values, rewards, settings, order_N)
@@ -160,13 +150,9 @@ def _by_critic(
     )
     finite_P = finite_groups(rewards) & (lost_G[batch.group_P] == 0)
     finite_N = finite_P[batch.trajectory_N]
-    metrics: dict[str, float] = {}
-    if finite_N.any():
-        metrics = fit_metrics(values.value_N[finite_N], return_N[finite_N])
-        if settings.whiten:
-            advantage_N[finite_N] = whitened(advantage_N[finite_N])
-    return_N = np.where(finite_N, return_N, 0.0).astype(np.float32)
-    return np.where(finite_N, advantage_N, 0.0), return_N, finite_P, metrics
+    if settings.whiten and finite_N.any():
+        advantage_N[finite_N] = whitened(advantage_N[finite_N])
+    return np.where(finite_N, advantage_N, 0.0), np.where(finite_N, return_N, 0.0), finite_P
 
 
 def _estimate(
@@ -212,13 +198,31 @@ def _estimate(
     )
 
 
-def fit_metrics(value_N: Array, return_N: Array) -> dict[str, float]:
-    """Measure how well the values before a step's updates predicted its returns.
+def reliance(batch: Batch, logprobs: LogProbs) -> Array | None:
+    """Return max(0, mean_t(guided_t - bare_t)) of log-probs by trajectory, 0 if not stripped.
 
-    critic/explained: 1 - Var(G - V)/Var(G); absent if all returns are the same.
+    HiLL, arXiv 2604.00698, measures how much a hinted answer leans on its hint by the mean over its
+    tokens of log p(token | hint) - log p(token), and weights the reward of the hint's author by
+    exp(-reliance / 0.3). Both are of the policy that the step begins with. float64[P]; None if the
+    contexts that stripped trajectories were sampled in have no log-probs.
     """
-    metrics = {"critic/value": float(value_N.mean()), "critic/return": float(return_N.mean())}
-    spread = float(np.var(return_N))
-    if spread > 0:
-        metrics["critic/explained"] = 1 - float(np.var(return_N - value_N)) / spread
-    return metrics
+    if logprobs.sampled_N is None:
+        return None
+    lost_N = np.where(batch.stripped_N, logprobs.sampled_N - logprobs.anchor_N, 0.0)
+    sums_P = np.bincount(batch.trajectory_N, weights=lost_N, minlength=len(batch.length_P))
+    return np.maximum(0.0, sums_P / np.maximum(batch.length_P, 1))
+
+
+def weighted(
+    advantages: Advantages, batch: Batch, logprobs: LogProbs, *, coef: float
+) -> Advantages:
+    """Multiply the advantages of stripped trajectories by exp(-coef · reliance).
+
+    The answer itself is weighted: what the policy could nearly have written without experience
+    trains the more. `coef` > 0 needs the log-probs of the contexts that it was sampled in.
+    """
+    reliance_P = reliance(batch, logprobs)
+    if not coef or reliance_P is None:
+        return advantages
+    weight_N = np.exp(-coef * reliance_P)[batch.trajectory_N].astype(np.float32)
+    return replace(advantages, advantage_N=advantages.advantage_N * weight_N)

@@ -1,4 +1,4 @@
-"""Rewards of a step: taken from a batch, penalised by a KL, shaped by length, measured. Pure.
+"""Rewards of a step: taken from a batch, penalised by a KL, shaped by length. Pure.
 
 Formulas: docs/algorithms.md, Advantages.
 """
@@ -84,32 +84,31 @@ class Rewards:
 
 def rewards_of(
     batch: Batch, logprobs: LogProbs, loss: LossConfig, advantage: AdvantageConfig
-) -> tuple[Rewards, dict[str, float]]:
-    """Return the rewards that estimators read, less KL and overlong penalties; and metrics."""
+) -> Rewards:
+    """Return the rewards that estimators read, less KL and overlong penalties."""
     rewards = Rewards(
         batch.reward_P, batch.group_P, batch.turn_start_P, batch.turn_reward_U, batch.label_U
     )
-    metrics: dict[str, float] = {}
     if penalises(loss):
-        # The anchor is the present policy; mu may be versions older.
-        kl_N = kl_estimate(
-            loss.kl, torch.from_numpy(logprobs.anchor_N), torch.from_numpy(logprobs.reference_N)
-        ).numpy()
-        rewards = rewards.penalised(kl_N, batch.turn_at_N, loss.kl_coef)
-        metrics["loss/kl"] = float(kl_N.mean()) if len(kl_N) else 0.0
+        rewards = rewards.penalised(reward_kl(logprobs, loss), batch.turn_at_N, loss.kl_coef)
     if advantage.overlong_limit:
-        bonus_P = overlong(
-            batch.length_P, limit=advantage.overlong_limit, cache=advantage.overlong_cache
-        )
-        rewards = rewards.shaped(bonus_P)
-        metrics["overlong/share"] = float((bonus_P < 0).mean())
-        metrics["overlong/mean"] = float(bonus_P.mean())
-    return rewards, metrics
+        limit, cache = advantage.overlong_limit, advantage.overlong_cache
+        rewards = rewards.shaped(overlong(batch.length_P, limit=limit, cache=cache))
+    return rewards
 
 
 def penalises(loss: LossConfig) -> bool:
     """Return True if a KL is subtracted from the rewards."""
     return loss.kl_place == "reward" and loss.kl_coef > 0
+
+
+def reward_kl(logprobs: LogProbs, loss: LossConfig) -> Array:
+    """Return the KL estimates of ACTION tokens that rewards are penalised by, float32[N].
+
+    The anchor is the present policy; mu may be versions older.
+    """
+    anchor_N, reference_N = map(torch.from_numpy, (logprobs.anchor_N, logprobs.reference_N))
+    return kl_estimate(loss.kl, anchor_N, reference_N).numpy()
 
 
 def overlong(length_P: Array, *, limit: int, cache: int) -> Array:
@@ -119,12 +118,3 @@ def overlong(length_P: Array, *, limit: int, cache: int) -> Array:
     trajectories.
     """
     return np.clip((limit - cache - length_P) / cache, -1.0, 0.0)
-
-
-def label_metrics(label_U: Array) -> dict[str, float]:
-    """Return the share of turns that the judge labelled, and the share of GOOD among these."""
-    given_U = label_U != 0
-    metrics = {"judge/labelled_share": float(given_U.mean()) if len(given_U) else 0.0}
-    if given_U.any():
-        metrics["judge/good_share"] = float((label_U[given_U] > 0).mean())
-    return metrics

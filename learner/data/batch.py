@@ -92,7 +92,8 @@ class Batch:
     compared with), reward_P float64, length_P int64 (ACTION tokens), lag_P int64 (the largest of
     its tokens, 0 without any), guided_P bool (experience was in a sampled context), copied_P bool
     (an action copies from the experience, so it keeps its context), stripped_P bool (experience was
-    in the sampled context and is in no row), truncated_P bool (the episode was cut off).
+    in the sampled context and is in no row), truncated_P bool (the episode was cut off), overlong_P
+    bool (by a limit of tokens or of time).
     turn_start_P int64[P+1]: the turns of trajectory p are turn_start_P[p]:turn_start_P[p+1] of
     turn_reward_U float64, label_U int8.
     mask_N int64 (row of allowed_MW, -1 where no grammar ruled), allowed_MW uint8: see `TokenMasks`;
@@ -126,6 +127,7 @@ class Batch:
     copied_P: Array
     stripped_P: Array
     truncated_P: Array
+    overlong_P: Array
     turn_start_P: Array
     turn_reward_U: Array
     label_U: Array

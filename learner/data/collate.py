@@ -7,17 +7,20 @@ keeps the rows and has the stripped ones beside them.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from typing import Any
 
 import numpy as np
 
+from evolver_async.config import ExperienceConfig
 from evolver_async.errors import Inconsistency
 from evolver_async.lineages import Fork, version_lag
 from evolver_async.model.grammar import GrammarError, Grammars
 from evolver_async.randomness import uniform
 from evolver_async.schema import Array, Group, Role, Sequence, Trajectory, WeightId
 from learner.data.batch import Batch
+from learner.data.copied import Decode, copies
 
 
 @dataclass(frozen=True)
@@ -75,6 +78,37 @@ class Internalise:
         return draw < self.fraction
 
 
+@dataclass(frozen=True)
+class Collator:
+    """Collation by the settings of a stage. `decode`: text of tokens; `grammars`: see `collate`."""
+
+    seed: int
+    decode: Decode
+    grammars: Callable[[], Grammars]
+
+    def __call__(
+        self,
+        groups: list[Group],
+        experience: ExperienceConfig,
+        now: WeightId,
+        forks: dict[int, Fork],
+        *,
+        whole: bool,
+    ) -> Batch:
+        """Make the batch of a take's groups, at least one. now, forks: see `lag_table`."""
+        none, copied = experience.internalise == "none", None
+        if experience.keep_copied and not none:
+            copied = partial(copies, decode=self.decode, least=experience.keep_copied)
+        internalise = Internalise(
+            fraction=0.0 if none else experience.strip_fraction,
+            seed=self.seed,
+            teaches=experience.internalise == "distill",
+            copies=copied,
+        )
+        lags = lag_table(groups, now, forks)
+        return collate(groups, lags, internalise, whole_groups=whole, grammars=self.grammars)
+
+
 def guided(trajectory: Trajectory) -> bool:
     """Return True if some context of the trajectory holds EXPERIENCE tokens."""
     return any(sequence.guided for sequence in trajectory.sequences)
@@ -124,6 +158,7 @@ def collate(
         "copied_P": copied_P,
         "stripped_P": stripped_P,
         "truncated_P": np.array([trajectory.truncated for trajectory in trajectories], bool),
+        "overlong_P": np.array([trajectory.overlong for trajectory in trajectories], bool),
         "turn_start_P": _starts([len(trajectory.turn_rewards) for trajectory in trajectories]),
         "turn_reward_U": _joined([one.turn_rewards for one in trajectories], np.float64),
         "label_U": _joined([trajectory.labels for trajectory in trajectories], np.int8),

@@ -12,6 +12,11 @@ from msgspec.structs import replace
 
 from evolver_async.schema import Grammar, Group, Player, Role, Trajectory
 
+# Reasons of groups that were chosen and did not train.
+NON_FINITE = "non_finite"  # the update could not be applied
+TRUNCATED = "truncated"  # `loss.mask_truncated` left nothing to train
+TARGET_KL = "target_kl"  # `loss.target_kl` left the update out
+
 
 def groups_by_player(groups: list[Group], baseline: str) -> list[Group]:
     """Return one group for each player that has turns in a group, in the order of the groups.

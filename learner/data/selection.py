@@ -1,21 +1,23 @@
-"""Selection of the groups and members that train. Pure; groups that are left out are reported.
+"""Selection of the groups and members that train, or of pairs. Pure; reports what is left out.
 
 Works on complete groups before collation. Formulas: docs/algorithms.md, Selection.
 """
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from operator import index
 
 import numpy as np
+from msgspec.structs import replace
 
 from evolver_async.config import SelectionConfig
 from evolver_async.errors import TrainingError
 from evolver_async.extension import implementation, is_own
 from evolver_async.rewards import spread as spread_of
-from evolver_async.schema import Group
-from learner.data.resampling import resampled, resampling_metrics
+from evolver_async.schema import Group, Role, Trajectory
+from learner.data.players import TRUNCATED
+from learner.data.resampling import resampled
 
 # The indices of the groups that train, from all groups of a step and their reward spreads.
 Selection = Callable[[list[Group], list[float], SelectionConfig], set[int]]
@@ -26,13 +28,12 @@ TOLERANCE = 1e-9  # of sums of floats that are compared with a share of themselv
 class Selected:
     """Groups that train, in their order, and the ids of the others by reason.
 
-    scale: factor of advantages for the share of groups that is left.
+    kept: the indices of these groups among all; None if `selection.kind` did not choose them.
     """
 
     groups: list[Group]
     filtered: dict[str, list[int]]
-    scale: float = 1.0
-    metrics: dict[str, float] = field(default_factory=dict)
+    kept: list[int] | None = None
 
 
 def reward_spread(group: Group) -> float:
@@ -71,17 +72,17 @@ def select(groups: list[Group], settings: SelectionConfig, *, seed: int) -> Sele
             zero = drops_zero(settings) and spread_by(group, settings.by) == 0
             filtered.setdefault("zero_spread" if zero else settings.kind, []).append(group.group_id)
     chosen = [groups[i] for i in sorted(kept)]
-    share = len(chosen) / len(groups)
-    metrics = {"selection/kept_share": share}
     if settings.kind == "resample_on_correct":
-        before = chosen
         chosen = [
             resampled(group, members=settings.members, draw=settings.draw, seed=seed)
-            for group in before
+            for group in chosen
         ]
-        metrics |= resampling_metrics(before, chosen)
-    scale = {"none": 1.0, "linear": share, "sqrt": math.sqrt(share)}[settings.scale]
-    return Selected(chosen, filtered, scale, metrics)
+    return Selected(chosen, filtered, sorted(kept))
+
+
+def advantage_scale(settings: SelectionConfig, share: float) -> float:
+    """Return the factor of advantages for the share of groups that is left."""
+    return {"none": 1.0, "linear": share, "sqrt": math.sqrt(share)}[settings.scale]
 
 
 def _kept(groups: list[Group], settings: SelectionConfig) -> set[int]:
@@ -164,3 +165,37 @@ SELECTIONS: dict[str, Selection] = {  # `all` needs none
     "resample_on_correct": with_spread,
     "dynamic": with_spread,
 }
+
+
+def pairs(groups: list[Group], by: str = "reward", *, masked: bool = False) -> Selected:
+    """Reduce each group to the members of most and of least reward, the first of equals.
+
+    Filtered groups: `zero_spread`, all rewards are equal, or with `by` success all successes;
+    `no_tokens`, one of the two members has no token to train; `truncated`, with `masked`: at most
+    one member is not overlong.
+    """
+    kept: list[Group] = []
+    filtered: dict[str, list[int]] = {}
+    for group in groups:
+        if masked:
+            members = [one for one in group.trajectories if not one.overlong]
+            if len(members) < min(2, len(group.trajectories)):
+                filtered.setdefault(TRUNCATED, []).append(group.group_id)
+                continue
+            group = replace(group, trajectories=members)
+        best = min(group.trajectories, key=lambda one: (-one.reward, one.member))
+        worst = min(group.trajectories, key=lambda one: (one.reward, one.member))
+        if min(spread_by(group, by), spread_by(group, "reward")) == 0:
+            filtered.setdefault("zero_spread", []).append(group.group_id)
+        elif not (_trains(best) and _trains(worst)):
+            filtered.setdefault("no_tokens", []).append(group.group_id)
+        else:
+            pair = sorted((best, worst), key=lambda one: one.member)
+            kept.append(replace(group, trajectories=pair))
+    return Selected(kept, filtered)
+
+
+def _trains(trajectory: Trajectory) -> bool:
+    """Return True if some ACTION token has a context, with experience or without."""
+    contexts = (s.roles[s.roles != Role.EXPERIENCE] for s in trajectory.sequences)
+    return any((roles[1:] == Role.ACTION).any() for roles in contexts)

@@ -24,7 +24,8 @@ past, so its track takes in suspicious steps as well. Weights that did not arriv
 degree: that alarm has neither warm-up nor patience.
 
 Where a task is solved, rewards grow alike and actions certain as they should: the alarms about that
-are silent while `solved` or more of the episodes succeed.
+are silent while `solved` or more of the episodes succeed. The judge's rates are those of its audit
+over the last steps, from totals that the actors report.
 """
 
 import math
@@ -38,6 +39,12 @@ RATE = 0.05  # of a step in a running mean, once there are 20 of them
 STEADY = 0.1  # least standard deviation of log gradient norms in a z-score
 STEADY_GAIN = 0.05  # least standard deviation of gains in a z-score
 RECENT = 2 / RATE - 1  # steps: effective size of the sample in a running mean of rate RATE
+WINDOW = 5  # steps, of the judge's audit
+LEAST = 6  # turns in the window; a rate of fewer is not measured
+TOTALS = (  # that actors report, counted in `actors/judge/audit.py`
+    *("known", "known_right", "praised", "praised_good", "unpraised_good"),
+    *("longer", "longer_good", "shorter", "shorter_good"),
+)
 TELLING = 0.05  # input dependence at most this large raises no alarm
 
 
@@ -247,3 +254,45 @@ def _mean_z(track: Track) -> float:
         return 0.0
     error = max(STEADY_GAIN, math.sqrt(track.variance)) / math.sqrt(min(track.steps, RECENT))
     return track.mean / error
+
+
+def note(watched: Watched, counters: dict[str, float]) -> None:
+    """Add the totals of a step to the windows; begin anew where they have fallen."""
+    watched.not_arrived.append(counters.get("weights/not_arrived", 0.0))
+    del watched.not_arrived[:-2]
+    if "judge/known" not in counters:
+        return
+    totals = [counters.get(f"judge/{name}", 0.0) for name in TOTALS]
+    window = watched.judge_totals
+    if window and any(new < old for new, old in zip(totals, window[-1], strict=True)):
+        window.clear()
+    window.append(totals)
+    del window[: -(WINDOW + 1)]
+
+
+def forget_totals(watched: Watched) -> None:
+    """Begin the windows anew: the totals before a restored checkpoint are older than its steps."""
+    watched.not_arrived.clear()
+    watched.judge_totals.clear()
+
+
+def judge_rates(watched: Watched) -> dict[str, float]:
+    """Return the rates of the judge's audit that at least `LEAST` turns give, by metric name.
+
+    They are of the probes between the first and the last report of the window.
+    """
+    window = watched.judge_totals
+    if len(window) < 2:
+        return {}
+    ends = zip(TOTALS, window[0], window[-1], strict=True)
+    turns = {name: last - first for name, first, last in ends}
+    rates = {}
+    if turns["known"] >= LEAST:
+        rates["judge/agreement"] = turns["known_right"] / turns["known"]
+    if turns["praised"] >= LEAST:
+        more = turns["praised_good"] - turns["unpraised_good"]
+        rates["judge/praise_bias"] = more / turns["praised"]
+    if min(turns["longer"], turns["shorter"]) >= LEAST:
+        longer = turns["longer_good"] / turns["longer"]
+        rates["judge/length_bias"] = longer - turns["shorter_good"] / turns["shorter"]
+    return rates

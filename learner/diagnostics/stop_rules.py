@@ -1,28 +1,40 @@
-"""Reactions to failing training: alarms, pauses, rollbacks, and the end of a run."""
+"""Reactions to failing training: alarms, pauses, rollbacks, skipped steps, the end of a run."""
 
 import logging
 import math
 from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
+
+import numpy as np
 
 from evolver_async.config import Config
 from evolver_async.errors import TrainingError
+from evolver_async.files import make_own
 from evolver_async.launch import run_directory
+from evolver_async.metrics.alerts import alert
 from evolver_async.metrics.writer import Metrics
 from evolver_async.protocol.evaluations import EvalResult
 from evolver_async.protocol.failures import FailureTotal
-from evolver_async.schema import Group
-from learner.data.players import groups_by_player
-from learner.diagnostics.collapse import Alarm, judge
-from learner.diagnostics.group_signals import group_signals
-from learner.diagnostics.judge_rates import judge_rates
-from learner.diagnostics.step_result import NON_FINITE, TARGET_KL, StepResult
+from learner.data.players import NON_FINITE, TARGET_KL
+from learner.diagnostics.collapse import Alarm, judge, judge_rates
+from learner.diagnostics.measure import StepResult
 from learner.ranks.layer_times import FACTOR, LOST_S, SLOWEST
 from learner.state import LearnerState
 
 log = logging.getLogger(__name__)
 
-JUDGE_SIGNALS = {"judge_agreement": "judge/agreement", "judge_praise": "judge/praise_bias"}
+SIGNALS = {  # of the alarms, by the metrics that they are
+    "reward_spread": "safety/reward_spread",
+    "zero_groups": "safety/zero_groups",
+    "input_dependence": "safety/input_dependence",
+    "format_errors": "train/format_errors",
+    "guided_gain": "experience/guided_gain",
+    "entropy": "loss/entropy",
+    "judge_agreement": "judge/agreement",
+    "judge_praise": "judge/praise_bias",
+}
 MASKED_STEPS = 5  # consecutive ones end the run
 CUT_STEPS = 5  # consecutive ones are told
 SLOW_STEPS = 10  # consecutive ones with the same slow rank are told
@@ -40,27 +52,16 @@ class Guard:
         self.slow_steps = 0  # consecutive steps with the slow rank `slow_rank`
         self.slow_rank = -1
 
-    def watch(
-        self, stage: Config, state: LearnerState, groups: list[Group], outcome: StepResult
-    ) -> list[Alarm]:
-        """Raise alarms about a step of an rl stage and add its signals to its metrics.
+    def watch(self, stage: Config, state: LearnerState, outcome: StepResult) -> list[Alarm]:
+        """Raise alarms about a step of an rl stage and add their state to its metrics.
 
         Return the alarms that begin. A pause starts before the next take.
         """
-        split = groups_by_player(groups, stage.advantage.baseline)
-        signals, found = group_signals(split), outcome.metrics
-        signals["format_errors"] = found["train/format_errors"]
-        if "experience/guided_gain" in found:
-            signals["guided_gain"] = found["experience/guided_gain"]
-        if "loss/entropy" in found:
-            signals["entropy"] = found["loss/entropy"]
+        found = outcome.metrics
+        found |= judge_rates(state.watched)
+        signals = {signal: found[name] for signal, name in SIGNALS.items() if name in found}
         if found.get("loss/grad_norm", 0.0) > 0:
             signals["log_grad_norm"] = math.log(found["loss/grad_norm"])
-        rates = judge_rates(state.watched)
-        found |= rates
-        for signal, rate in JUDGE_SIGNALS.items():
-            if rate in rates:
-                signals[signal] = rates[rate]
         if len(totals := state.watched.not_arrived) > 1:
             signals["weights_not_arrived"] = max(0.0, totals[-1] - totals[-2])
         metrics, alarms = judge(state.watched, signals, found["train/success"], stage.safety)
@@ -173,3 +174,58 @@ class Guard:
         masked = outcome.metrics.get("offpolicy/masked", 0.0) > stage.correction.max_masked
         state.empty_steps = state.empty_steps + 1 if empty else 0
         state.masked_steps = state.masked_steps + 1 if masked else 0
+
+
+@dataclass
+class BadSteps:
+    """Skipped steps of one learner process; the one that `writes` makes the files and alerts.
+
+    `most` in a row end the run, and so many files are kept.
+    """
+
+    run_dir: Path
+    most: int
+    writes: bool
+    told: set[str] = field(default_factory=set)  # causes
+
+    def tell(self, take: int, cause: str) -> None:
+        """Alert once of a cause, as it does not always fail the step; "" is none."""
+        if not cause or cause in self.told:
+            return
+        self.told.add(cause)
+        log.error("take %d: %s", take, cause)
+        if self.writes:
+            alert(self.run_dir, "not finite", f"take {take}: {cause}", "ERROR", console=True)
+
+    def skipped(self, state: LearnerState, what: str, cause: str, values: Iterable[object]) -> None:
+        """Count a skipped step and write the arrays of `values`. TrainingError after several.
+
+        `what`: the numbers that are not finite. `cause`: the reason, "" if it is not known.
+        """
+        state.bad_steps += 1
+        path = self.run_dir / "bad" / f"take_{state.take:06d}.npz"
+        why = f"; {cause}" if cause else ""
+        text = f"take {state.take}: {what}, batch in {path}{why}"
+        log.error("step skipped: %s", text)
+        if self.writes:
+            write_bad_step(path, values, keep=self.most)
+            alert(self.run_dir, "step skipped", text, "ERROR", console=True)
+        if state.bad_steps >= self.most:
+            raise TrainingError(
+                f"{state.bad_steps} non-finite steps in a row; batches in {path.parent}{why}"
+            )
+
+
+def write_bad_step(path: Path, values: Iterable[object], keep: int) -> None:
+    """Write the arrays among the fields of `values`; of all files beside it the newest `keep` stay.
+
+    A run of weeks can skip a step now and then.
+    """
+    make_own(path.parent)
+    fields = {name: value for one in values for name, value in vars(one).items()}
+    arrays = {name: value for name, value in fields.items() if isinstance(value, np.ndarray)}
+    np.savez(path, **arrays)  # pyright: ignore[reportArgumentType]
+    others = [one for one in path.parent.glob("*.npz") if one != path]  # whatever the clock says
+    others.sort(key=lambda one: one.lstat().st_mtime_ns, reverse=True)
+    for old in others[keep - 1 :]:
+        old.unlink()

@@ -1,32 +1,25 @@
-"""Off-policyness of one step's data, by version lag and by stripping of experience.
+"""Numbers that a loss keeps of the tokens it trains: weights, ratios, movement, clips.
 
 numpy only: callers turn their tensors into arrays. Formulas: docs/algorithms.md, Corrections.
 """
 
 import io
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
 
 import numpy as np
 
 from evolver_async.schema import Array
-from learner.data.batch import Batch
 
-BUCKETS = ("0", "1", "2", "3-4", "5-8", "9+")
-BUCKET_ENDS = (0, 1, 2, 4, 8)  # the largest lag of every bucket but the last
 OWN = "own/"  # before the names of a correction's own numbers
-QUANTILES = (0.05, 0.5, 0.95)
 
 
 class Accounting:
-    """Measurements of the tokens of all micro-batches of a step.
+    """Numbers of the tokens of all micro-batches of a step.
 
-    `metrics()` gives `offpolicy/<name>` over all tokens; if experience was stripped also
-    `offpolicy_guided/<name>` over the stripped and `offpolicy_unguided/<name>` over the other
-    tokens; `offpolicy_swapped/<name>` over tokens that newer weights sampled than the first token
-    of their sequence; `lag_<bucket>/<name>` for every bucket that has tokens; `boost/<name>` after
-    a boost. Numbers of a correction's own have names that begin with OWN.
+    `boosted`: counts of `add_boosted`. Numbers of a correction's own have names that begin with
+    OWN.
     """
 
     def __init__(self) -> None:
@@ -83,7 +76,7 @@ class Accounting:
         self.log_weights.append(log_weight_P.astype(np.float64))
 
     def column(self, name: str) -> Array:
-        """Return one measurement of all tokens so far, such as `w` or `r`."""
+        """Return one number of all tokens so far, such as `w` or `r`."""
         parts = [part[name] for part in self.tokens]
         return np.concatenate(parts) if parts else np.zeros(0)
 
@@ -104,12 +97,12 @@ class Accounting:
         It is the mean of x - 1 - ln x, x the ratio of theta to what the tokens moved from.
         """
         log_moved_N = self.column("log_moved")
-        return _kl(log_moved_N) if len(log_moved_N) else 0.0
+        return kl_of(log_moved_N) if len(log_moved_N) else 0.0
 
     def moved_since(self, before: "Accounting") -> float:
         """Return the same from what was measured before on the same tokens, whatever their age."""
         log_moved_N = self.column("log_moved") - before.column("log_moved")
-        return _kl(log_moved_N) if len(log_moved_N) else 0.0
+        return kl_of(log_moved_N) if len(log_moved_N) else 0.0
 
     def merge(self, other: "Accounting") -> None:
         """Add the tokens of another accounting."""
@@ -119,7 +112,7 @@ class Accounting:
 
     def packed(self) -> bytes:
         """Serialise the tokens for another process, which can `merge` them when `unpacked`."""
-        columns = {f"tokens/{name}": column for name, column in self._columns().items()}
+        columns = {f"tokens/{name}": column for name, column in self.columns().items()}
         columns |= {f"boosted/{name}": np.array(count) for name, count in self.boosted.items()}
         if self.log_weights:
             columns["trajectories/log_weight"] = np.concatenate(self.log_weights)
@@ -138,8 +131,8 @@ class Accounting:
         found.log_weights = [column for family, _, column in parts if family == "trajectories"]
         return found
 
-    def _columns(self) -> dict[str, Array]:
-        """Return all measurements of all tokens so far; nan where a micro-batch has none."""
+    def columns(self) -> dict[str, Array]:
+        """Return all numbers of all tokens so far, by name; nan where a micro-batch has none."""
         names = dict.fromkeys(name for part in self.tokens for name in part)
         lacking = [np.full(len(part["lag"]), np.nan) for part in self.tokens]
         return {
@@ -149,86 +142,7 @@ class Accounting:
             for name in names
         }
 
-    def metrics(self) -> dict[str, float]:
-        """Return statistics of all tokens so far, under stable names; {} if there are none."""
-        found: dict[str, float] = {}
-        if self.tokens:
-            found |= _by_family(self._columns(), _token_statistics)
-        if count := self.boosted["tokens"]:
-            found |= {
-                "boost/tokens": float(count),
-                "boost/freed_fraction": self.boosted["freed"] / count,
-                "boost/bound_fraction": self.boosted["bound"] / count,
-            }
-        return found
 
-
-def trajectory_metrics(batch: Batch, kept_P: Array) -> dict[str, float]:
-    """Return `staleness/<name>` and, by the families of tokens, statistics of the kept ones."""
-    if not kept_P.any():
-        return {}
-    lag_P = batch.lag_P[kept_P]
-    found = {"staleness/mean": float(lag_P.mean()), "staleness/max": float(lag_P.max())}
-    columns = {
-        "lag": lag_P,
-        "stripped": batch.stripped_P[kept_P],
-        "reward": batch.reward_P[kept_P],
-        "length": batch.length_P[kept_P],
-    }
-    return found | _by_family(columns, _trajectory_statistics)
-
-
-def _by_family(
-    columns: dict[str, Array], statistics: Callable[[dict[str, Array]], dict[str, float]]
-) -> dict[str, float]:
-    """Return statistics of all data, of stripped and of other data, of swapped data, and of every
-    lag bucket."""
-    stripped, buckets = columns["stripped"], np.searchsorted(BUCKET_ENDS, columns["lag"])
-    families: dict[str, Array] = {}
-    if stripped.any():
-        families = {"offpolicy_guided": stripped, "offpolicy_unguided": ~stripped}
-    if "swapped" in columns:  # of tokens, not of whole trajectories
-        families["offpolicy_swapped"] = columns["swapped"]
-    families |= {f"lag_{BUCKETS[i]}": buckets == i for i in np.unique(buckets)}
-    found = _named("offpolicy", statistics(columns))
-    for family, inside in families.items():
-        if inside.any():
-            found |= _named(family, statistics({k: v[inside] for k, v in columns.items()}))
-    return found
-
-
-def _named(family: str, statistics: dict[str, float]) -> dict[str, float]:
-    return {f"{family}/{name}": value for name, value in statistics.items()}
-
-
-def _kl(log_ratio_N: Array) -> float:
+def kl_of(log_ratio_N: Array) -> float:
     """Return k3 = mean(ratio - 1 - ln ratio)."""
     return float((np.expm1(log_ratio_N) - log_ratio_N).mean())
-
-
-def _token_statistics(tokens: dict[str, Array]) -> dict[str, float]:
-    """Return ess = (Σw)²/(nΣw²), kl = mean(rho - 1 - ln rho), shares and quantiles."""
-    w, log_rho = tokens["w"], tokens["log_rho"]
-    statistics = {
-        "tokens": float(len(w)),
-        "ess": float(w.sum() ** 2 / (len(w) * (w**2).sum())),
-        "kl": _kl(log_rho),
-    }
-    for name in ("clip_low", "clip_high", "masked", "swapped"):
-        statistics[name] = float(tokens[name].mean())
-    for name in ("w", "r"):
-        statistics[f"{name}_mean"] = float(tokens[name].mean())
-        for share, value in zip(QUANTILES, np.quantile(tokens[name], QUANTILES), strict=True):
-            statistics[f"{name}_q{round(100 * share):02d}"] = float(value)
-    for name, column in tokens.items():
-        if name.startswith(OWN) and (known := column[~np.isnan(column)]).size:
-            statistics[name] = float(known.mean())
-    return statistics
-
-
-def _trajectory_statistics(trajectories: dict[str, Array]) -> dict[str, float]:
-    return {
-        "reward_mean": float(trajectories["reward"].mean()),
-        "length_mean": float(trajectories["length"].mean()),
-        "trajectories": float(len(trajectories["reward"])),
-    }

@@ -1,4 +1,4 @@
-"""Preferences (DPO): choice of the members that are compared, and the loss of a pair. Pure.
+"""Loss of preferences (DPO), pair by pair. Pure.
 
 Formulas: docs/algorithms.md, Losses.
 """
@@ -7,49 +7,12 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from msgspec.structs import replace
 from torch.nn.functional import logsigmoid
 
 from evolver_async.config import LossConfig
-from evolver_async.schema import Array, Group, Role, Trajectory
+from evolver_async.schema import Array
 from learner.data.batch import Batch, MicroBatch, Minibatch
-from learner.data.selection import Selected, spread_by
-from learner.diagnostics.step_result import TRUNCATED
 from learner.loss.accounting import Accounting
-
-
-def pairs(groups: list[Group], by: str = "reward", *, masked: bool = False) -> Selected:
-    """Reduce each group to the members of most and of least reward, the first of equals.
-
-    Filtered groups: `zero_spread`, all rewards are equal, or with `by` success all successes;
-    `no_tokens`, one of the two members has no token to train; `truncated`, with `masked`: at most
-    one member is not overlong.
-    """
-    kept: list[Group] = []
-    filtered: dict[str, list[int]] = {}
-    for group in groups:
-        if masked:
-            members = [one for one in group.trajectories if not one.overlong]
-            if len(members) < min(2, len(group.trajectories)):
-                filtered.setdefault(TRUNCATED, []).append(group.group_id)
-                continue
-            group = replace(group, trajectories=members)
-        best = min(group.trajectories, key=lambda one: (-one.reward, one.member))
-        worst = min(group.trajectories, key=lambda one: (one.reward, one.member))
-        if min(spread_by(group, by), spread_by(group, "reward")) == 0:
-            filtered.setdefault("zero_spread", []).append(group.group_id)
-        elif not (_trains(best) and _trains(worst)):
-            filtered.setdefault("no_tokens", []).append(group.group_id)
-        else:
-            pair = sorted((best, worst), key=lambda one: one.member)
-            kept.append(replace(group, trajectories=pair))
-    return Selected(kept, filtered)
-
-
-def _trains(trajectory: Trajectory) -> bool:
-    """Return True if some ACTION token has a context, with experience or without."""
-    contexts = (s.roles[s.roles != Role.EXPERIENCE] for s in trajectory.sequences)
-    return any((roles[1:] == Role.ACTION).any() for roles in contexts)
 
 
 def pair_signs(batch: Batch) -> Array:

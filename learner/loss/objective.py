@@ -1,4 +1,4 @@
-"""Loss of one micro-batch of an rl stage: correction, clip, boost, KL, entropy, accounting."""
+"""Loss of one micro-batch: correction, clip, boost, KL, entropy of rl; supervised stages."""
 
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -26,6 +26,7 @@ from learner.loss.terms import (
     clipped_objective,
     kl_estimate,
     policy_loss,
+    sft_loss,
     token_scale,
     unclipped_objective,
 )
@@ -212,3 +213,16 @@ def account(
         masked_N=masked_N.cpu().numpy(),
         own={name: x_N.detach().cpu().numpy() for name, x_N in corrected.metrics.items()},
     )
+
+
+def supervised_loss(
+    theta_N: torch.Tensor,
+    entropy_N: torch.Tensor,
+    micro: MicroBatch,
+    minibatch: Minibatch,
+    accounting: Accounting,
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Return the loss of a micro-batch and its terms; nothing is measured."""
+    value = sft_loss(theta_N, tokens=minibatch.tokens)
+    entropy = (1 / minibatch.tokens) * entropy_N.detach().sum()
+    return value, {"loss/policy": value.detach(), "loss/entropy": entropy}

@@ -1,4 +1,4 @@
-"""The policy loss: clipped objective, KL to a reference, entropy bonus, aggregation. Pure.
+"""Terms of losses: clipped objective, KL to a reference, entropy, values, next tokens. Pure.
 
 All vectors are over the N ACTION tokens of a micro-batch. The aggregation is a weight per token
 made from denominators of the whole optimizer update, so the losses of micro-batches simply add up:
@@ -144,3 +144,40 @@ def policy_loss(
         loss = loss + kl_coef * kl
         terms["loss/kl"] = kl.detach()
     return loss, terms
+
+
+def value_loss(
+    value_N: torch.Tensor,
+    old_N: torch.Tensor,
+    return_N: torch.Tensor,
+    *,
+    clip: float,
+    tokens: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return ½ max((V - G)², (V' - G)²), V' = old + clamp(V - old, ±clip), as a mean over `tokens`.
+
+    Also bool[N]: True where the clip holds V, so that no gradient reaches it.
+    """
+    moved_N = value_N - old_N
+    held_N = old_N + moved_N.clamp(-clip, clip)
+    free, bound = (value_N - return_N) ** 2, (held_N - return_N) ** 2
+    binds_N = (bound > free) & (moved_N.abs() > clip)
+    return torch.maximum(free, bound).sum() / (2 * tokens), binds_N
+
+
+def sft_loss(theta_N: torch.Tensor, *, tokens: int) -> torch.Tensor:
+    """Return -Σ theta / tokens over ACTION tokens: the token mean of the whole optimizer update.
+
+    theta_N: log-probs of a micro-batch's ACTION tokens; `tokens`: their number in the update.
+    """
+    return -theta_N.sum() / tokens
+
+
+def forward_kl(teacher_NV: torch.Tensor, student_NV: torch.Tensor) -> torch.Tensor:
+    """Return Σ_v p_v (log p_v - log q_v) of each token, from the logits of p and q, float32[N].
+
+    p, the teacher, is constant; the gradient by the student's logits is q - p.
+    """
+    log_p_NV = teacher_NV.detach().log_softmax(-1)
+    log_q_NV = student_NV.log_softmax(-1)
+    return (log_p_NV.exp() * (log_p_NV - log_q_NV)).sum(-1)

@@ -17,7 +17,7 @@ from evolver_async.model.borders import Borders
 from evolver_async.schema import Array
 from learner.data.batch import Batch, MicroBatch, Minibatch, Values
 from learner.data.packing import Layout
-from learner.loss.value import value_loss
+from learner.loss.terms import value_loss
 from learner.optimize.adamw import make_adamw
 from learner.ranks.mesh import Ranks, nothing, within
 

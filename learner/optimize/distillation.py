@@ -1,6 +1,12 @@
 """Gradients of `experience.internalise: distill`: passes over both contexts of the same tokens.
 
 The teacher's pass is without gradient and precedes the student's, by the weights of the update.
+
+After OPCD, arXiv 2602.12275: one model is teacher and student, the teacher's context alone holds
+the experience, and every token is compared over the whole vocabulary. There the student samples
+and the reverse KL is taken. Here the teacher has sampled the tokens, so the forward KL is: the sum
+of KL(guided || bare) over the tokens of guided answers estimates the KL between both distributions
+of whole answers without bias. It also has a gradient where the bare policy never finds the answer.
 """
 
 from collections.abc import Callable
@@ -16,8 +22,7 @@ from evolver_async.model import policy
 from evolver_async.model.projection import TokenMasks, masked, projection_of
 from learner.data.batch import Batch, MicroBatch, Minibatch, lay_out
 from learner.data.packing import Layout
-from learner.loss.distill import forward_kl
-from learner.loss.terms import token_scale
+from learner.loss.terms import forward_kl, token_scale
 from learner.optimize.critic import CriticTraining
 from learner.ranks.mesh import Ranks, idle, nothing, within
 

@@ -4,7 +4,7 @@ from functools import cached_property, partial
 from pathlib import Path
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from evolver_async.checkpoint import shards
 from evolver_async.checkpoint.directory import CheckpointError
@@ -99,9 +99,15 @@ class Models:
     @cached_property
     def grammars(self) -> Grammars:
         """Compiler of grammars for the policy's tokenizer."""
-        tokenizer = policy.load_tokenizer(self.config.policy.path)
         assert isinstance(self.model, PreTrainedModel)
-        return Grammars(tokenizer, self.model.config.vocab_size)
+        return Grammars(self.tokenizer, self.model.config.vocab_size)
+
+    @cached_property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        return policy.load_tokenizer(self.config.policy.path)
+
+    def decode(self, tokens: list[int]) -> str:
+        return str(self.tokenizer.decode(tokens, clean_up_tokenization_spaces=False))
 
     def begin_stage(self, stage: Config, index: int) -> None:
         """Carry out the beginning of a stage, once: reset the optimizer, renew the reference or

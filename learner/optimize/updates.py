@@ -5,8 +5,7 @@ Weights change here alone; `step` decides on the loss and on the data.
 
 import logging
 import math
-from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -19,7 +18,6 @@ from evolver_async.metrics.writer import Timers
 from evolver_async.randomness import key
 from evolver_async.schema import Array
 from learner.data.batch import Batch, Minibatch
-from learner.diagnostics.step_result import NON_FINITE, TARGET_KL
 from learner.loss.accounting import Accounting
 from learner.loss.correction import scales_lr
 from learner.loss.objective import Objective
@@ -32,7 +30,7 @@ from learner.optimize.adamw import (
     with_gradient,
 )
 from learner.optimize.critic import CriticTraining
-from learner.optimize.distillation import DISTILL_KL, DISTILL_TOKENS, Distillation
+from learner.optimize.distillation import Distillation
 from learner.optimize.model import Models
 from learner.optimize.step_passes import MicroLoss, StepPasses
 
@@ -48,40 +46,14 @@ class Failure:
 
 
 @dataclass(frozen=True)
-class Applied:
-    """Minibatches whose updates were applied; `failure` of the update that ended them, if any.
+class Update:
+    """An optimizer update of a minibatch.
 
-    left_out: indices of the groups that are in no applied minibatch. beyond: the movement above
-    `target_kl` that ended the step.
+    terms: those of its loss, by name; accounting: its tokens on this rank; known: its data of all
+    ranks before it, if they are needed; kl: how far these had moved; lr: that of the policy, its
+    rate times `scale`; grad_norms: of the policy and of the critic, if there is one; moved: the
+    weights that `lr` moved.
     """
-
-    minibatches: list[Minibatch]
-    left_out: set[int]
-    failure: Failure | None
-    beyond: float | None
-    metrics: dict[str, float]
-    accounting: Accounting
-
-    def lost(self, unfit: Mapping[str, Collection[int]]) -> dict[str, list[int]]:
-        """Return the indices of the groups that did not train, by reason; `unfit` are some."""
-        lost = {NON_FINITE: set[int](), TARGET_KL: set[int]()}
-        lost |= {reason: set(found) for reason, found in unfit.items()}
-        cut = self.beyond is not None and self.failure is None
-        lost[TARGET_KL if cut else NON_FINITE] |= self.left_out
-        return {why: sorted(lost[why]) for why in lost if lost[why]}
-
-    def trained_P(self, batch: Batch) -> Array:
-        """Return which trajectories of the batch are in an applied minibatch, bool[P]."""
-        found_P = np.zeros(len(batch.group_P), bool)
-        for minibatch in self.minibatches:
-            found_P[minibatch.members] = True
-        return found_P
-
-
-@dataclass(frozen=True)
-class _Update:
-    """An update; known: its data of all ranks before it, if they are needed; kl: how far these had
-    moved; moved: the weights that `lr` moved."""
 
     minibatch: Minibatch
     accounting: Accounting
@@ -89,7 +61,44 @@ class _Update:
     known: Accounting
     kl: float
     lr: float
+    scale: float
+    grad_norms: list[float]
     moved: list[torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Applied:
+    """Updates of a step that were applied; `failure` of the one that ended them, if any.
+
+    left_out: indices of the groups that are in none. beyond: the movement above `target_kl` that
+    ended the step. led: how far the last update led its data, None without a bound or an update;
+    taken_back: that update was taken back, None without a bound. accounting: tokens of all ranks.
+    lr: before an update's `scale`. token_budget: of one forward pass. layer_times: sums of each
+    rank, [] with one alone.
+    """
+
+    updates: list[Update]
+    left_out: set[int]
+    failure: Failure | None
+    beyond: float | None
+    led: float | None
+    taken_back: bool | None
+    accounting: Accounting
+    lr: float
+    token_budget: int
+    layer_times: list[Array]
+
+    @property
+    def tokens(self) -> int:
+        """ACTION tokens in the applied updates."""
+        return sum(one.minibatch.tokens for one in self.updates)
+
+    def trained_P(self, batch: Batch) -> Array:
+        """Return which trajectories of the batch are in an applied update, bool[P]."""
+        found_P = np.zeros(len(batch.group_P), bool)
+        for one in self.updates:
+            found_P[one.minibatch.members] = True
+        return found_P
 
 
 @dataclass(frozen=True)
@@ -139,12 +148,12 @@ class Stepper:
     ) -> Applied:
         """Cut `data` into minibatches and apply one update each, until one is not finite.
 
-        Only applied updates are measured. step: of the stage, which has `steps`.
+        step: of the stage, which has `steps`.
         """
         scales = limits.scales_lr
         rate = lr_at(step, stage.learner, steps=steps)
         others = [] if critic is None else [(critic.critic.optimizer, critic.settings.lr)]
-        done, failure, ended = list[_Update](), None, None
+        done, failure, ended = list[Update](), None, None
         bound = math.inf if critic is not None and critic.warms_up else limits.target_kl
         for minibatch in self.cut(stage, data, take):
             found = Accounting()
@@ -153,7 +162,6 @@ class Stepper:
             known = found if math.isinf(bound) and not scales else self.passes.collected(found)
             scale = known.ess_share() ** 0.5 if scales else 1.0
             kl = known.moved() if math.isfinite(bound) else 0.0
-            terms |= {"learner/lr_scale": scale} if scales else {}
             moves = [(self.models.optimizer, rate * scale), *others]
             if done and math.isfinite(total) and kl > bound:
                 ended = minibatch, known, kl
@@ -166,22 +174,37 @@ class Stepper:
             if not made.applied:
                 failure = Failure(total, sum(one.grad_norm for one in (made, *rest)))
                 break
-            norms = zip(("loss/grad_norm", "critic/grad_norm"), (made, *rest), strict=False)
-            terms |= {name: one.grad_norm for name, one in norms}
-            done.append(_Update(minibatch, found, terms, known, kl, rate * scale, moved))
-        means, over = {"learner/lr": rate}, None
+            norms = [one.grad_norm for one in (made, *rest)]
+            done.append(
+                Update(minibatch, found, terms, known, kl, rate * scale, scale, norms, moved)
+            )
+        own, led, taken_back = critic and critic.critic, None, None
         if math.isfinite(bound):
-            own = critic and critic.critic
             measure = partial(self.passes.measure, stage, loss=loss, critic=own)
             led = self._led(done, ended, measure, bound, limits.counts_age)
-            over = self._bounded(done, led, bound, means)
-        beyond = over if ended is None else ended[2]
-        means["learner/token_budget"] = self.passes.token_budget(stage, critic and critic.critic)
-        return self._applied(data, done, failure, beyond, means)
+            # one that is no number is beyond any bound
+            taken_back = led is not None and not led <= bound
+            if taken_back:
+                self._take_back(done.pop())
+        accounting = Accounting()
+        for one in done:
+            accounting.merge(one.accounting)
+        return Applied(
+            updates=done,
+            left_out=data.groups.difference(*(one.minibatch.groups for one in done)),
+            failure=failure,
+            beyond=ended[2] if ended is not None else led if taken_back else None,
+            led=led,
+            taken_back=taken_back,
+            accounting=self.passes.collected(accounting),
+            lr=rate,
+            token_budget=self.passes.token_budget(stage, own),
+            layer_times=self.models.ranks.layer_times(),
+        )
 
     def _led(
         self,
-        done: list[_Update],
+        done: list[Update],
         ended: tuple[Minibatch, Accounting, float] | None,
         measure: Callable[[Minibatch], Accounting],
         bound: float,
@@ -208,48 +231,15 @@ class Stepper:
         after = measure(last.minibatch)
         return after.moved() if last.kl <= bound else after.moved_since(last.known)
 
-    def _retrace(self, last: _Update, *, back: bool) -> None:
+    def _retrace(self, last: Update, *, back: bool) -> None:
         with self.timers("optimizer"):
             retrace(self.models.optimizer, last.moved, last.lr, back=back)
             follow(self.models.model.parameters())
 
-    def _bounded(
-        self, done: list[_Update], led: float | None, bound: float, means: dict[str, float]
-    ) -> float | None:
-        """Take back the last update if it led data beyond the bound; return how far, else None."""
-        too_far = led is not None and not led <= bound  # one that is no number is beyond any bound
-        means["learner/taken_back"] = float(too_far)
-        if too_far:
-            with self.timers("optimizer"):
-                last = done.pop()
-                take_back(self.models.optimizer, last.moved, last.lr)
-                follow(self.models.model.parameters())
-            return led
-        means |= {} if led is None else {"offpolicy/kl_moved": led}
-        return None
-
-    def _applied(
-        self,
-        data: Minibatch,
-        done: list[_Update],
-        failure: Failure | None,
-        beyond: float | None,
-        means: dict[str, float],
-    ) -> Applied:
-        """Sum up the updates that were made and not taken back."""
-        sums, accounting = Counter[str](), Accounting()
-        for one in done:
-            sums.update(one.terms)
-            accounting.merge(one.accounting)
-        if taught := sums.pop(DISTILL_TOKENS, 0):
-            means[DISTILL_KL] = sums.pop(DISTILL_KL) / taught
-        means |= {name: value / len(done) for name, value in sums.items()}
-        means["learner/updates"] = float(len(done))
-        means |= {} if beyond is None else {"offpolicy/kl_beyond": beyond}
-        minibatches = [one.minibatch for one in done]
-        left_out = data.groups.difference(*(one.groups for one in minibatches))
-        collected = self.passes.collected(accounting)
-        return Applied(minibatches, left_out, failure, beyond, means, collected)
+    def _take_back(self, last: Update) -> None:
+        with self.timers("optimizer"):
+            take_back(self.models.optimizer, last.moved, last.lr)
+            follow(self.models.model.parameters())
 
     def cut(self, stage: Config, data: Minibatch, take: int) -> list[Minibatch]:
         """Cut the data of a take into its minibatches, in the order of their updates."""

@@ -39,7 +39,7 @@ from evolver_async.schema import Array
 from evolver_async.weights.collective.process_group import environment, gpu_id
 from learner.data.batch import MicroBatch, Minibatch
 from learner.data.packing import Layout
-from learner.ranks.layer_times import LayerTimes, slowest
+from learner.ranks.layer_times import LayerTimes
 from learner.step_progress import StepAbandoned, StepProgress
 
 T = TypeVar("T")
@@ -166,12 +166,12 @@ class Ranks:
         dist.all_gather(found, padded, group=self.host)
         return [part[: int(one)].numpy().tobytes() for part, one in zip(found, sizes, strict=True)]
 
-    def pace(self) -> dict[str, float]:
-        """Return the slowest rank as metrics, none without several ranks."""
+    def layer_times(self) -> list[Array]:
+        """Return the sums of each rank's `LayerTimes` after a step, [] for one alone."""
         if self.count == 1:
-            return {}
+            return []
         gathered = self.gather(self.layers.drain().tobytes())
-        return slowest([np.frombuffer(sums) for sums in gathered])
+        return [np.frombuffer(sums) for sums in gathered]
 
     def tell(self, data: bytes) -> None:
         """Send data from rank 0 to the others, which `hear` it."""

@@ -12,11 +12,10 @@ from evolver_async.config import Config
 from evolver_async.metrics.writer import Metrics, Timers
 from evolver_async.schema import Group
 from evolver_async.study.rerun import RerunPlan
-from learner.diagnostics.judge_rates import forget_totals
-from learner.diagnostics.step_result import StepResult
+from learner.diagnostics.collapse import forget_totals
+from learner.diagnostics.measure import StepResult
 from learner.diagnostics.stop_rules import Guard
 from learner.schedule import Stages, next_stage, stage_over
-from learner.stage_steps import enter_stage, train_take
 from learner.state import LearnerState
 from learner.step import Updater
 
@@ -41,26 +40,26 @@ class Retrainer:
 
     def enter(self) -> None:
         """Carry out the beginning of the next take's stage."""
-        enter_stage(self.updater, self.stages, self.state)
+        settings = self.stages(self.state.stage, self.state.rollbacks)
+        self.updater.enter(settings, self.state)
 
     def step(self) -> tuple[StepResult, list[Group]]:
         """Train the next take; return the result, alarms included, and the groups of the take."""
         state, number = self.state, self.state.take
-        taken, kind = self.made.line[number], self.config.stages[self.state.stage].kind
+        taken, written = self.made.line[number], self.config.stages[self.state.stage]
         state.lineage, state.rollbacks = taken.lineage, self.made.rollbacks(number)
         self.enter()
-        groups = self.made.takes.groups(number)
+        settings, groups = self.stages(state.stage, state.rollbacks), self.made.takes.groups(number)
         with self.timers("train"):
             forks = self.made.results.history.forks
-            outcome = train_take(self.updater, self.stages, state, groups, forks)
-        settings = self.stages(state.stage, state.rollbacks)
-        learns = kind == "rl"
+            outcome = self.updater.step(written.kind, settings, groups, state, forks, written.steps)
+        learns = written.kind == "rl"
         self.guard.count(settings, state, outcome)
         if learns:
             # The reactions of the run are part of its takes; here alarms are only measured.
             measures = replace(settings, safety=replace(settings.safety, action="warn"))
             forget_totals(state.watched)  # reports of the actors are not repeated
-            self.guard.watch(measures, state, groups, outcome)
+            self.guard.watch(measures, state, outcome)
             for name in REPORTED:
                 outcome.metrics.pop(name, None)
             if settings.safety.action == "rollback":

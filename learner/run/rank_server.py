@@ -23,7 +23,7 @@ from evolver_async.protocol.trajectories import Parcel, unwrap, wrap
 from evolver_async.room import lacks_room
 from evolver_async.schema import Group, Kind, Task, WeightId
 from evolver_async.weights.channel.source import WeightSource
-from learner.diagnostics.step_result import StepResult
+from learner.diagnostics.measure import StepResult
 from learner.ranks.agreement import agree, facts_of
 from learner.ranks.mesh import Ranks, join
 from learner.schedule import Stages
@@ -32,9 +32,6 @@ from learner.step import Updater
 from learner.step_progress import StepAbandoned
 
 END = "end"
-
-# Stage, groups, state, forks and steps: the arguments of a step.
-StepArguments = tuple[Config, list[Group], LearnerState, dict[int, Fork], int]
 
 
 class PackedGroup(msgspec.Struct, array_like=True):
@@ -53,6 +50,7 @@ class RankCall(msgspec.Struct, kw_only=True):
     """Method of `Updater` and its arguments."""
 
     method: str
+    kind: str = ""
     stage: int = 0
     steps: int = 0
     path: str = ""
@@ -68,13 +66,9 @@ class Leader:
     updater: Updater
     ranks: Ranks
 
-    def begin_stage(self, stage: Config, index: int) -> None:
-        self._tell(RankCall(method="begin_stage", stage=index))
-        self.updater.begin_stage(stage, index)
-
-    def ensure_reference(self, stage: Config, index: int) -> None:
-        self._tell(RankCall(method="ensure_reference", stage=index))
-        self.updater.ensure_reference(stage, index)
+    def enter(self, stage: Config, state: LearnerState) -> None:
+        self._tell(RankCall(method="enter", stage=state.stage, state=state))
+        self.updater.enter(stage, state)
 
     def save(self, directory: Path, state: LearnerState) -> None:
         self._tell(RankCall(method="save", path=str(directory), state=state))
@@ -89,29 +83,24 @@ class Leader:
         self._tell(RankCall(method="published"))
         return self.updater.published()
 
-    def rl(self, *step: *StepArguments) -> StepResult:
-        self._train("rl", *step)
-        return self.updater.rl(*step)
-
-    def dpo(self, *step: *StepArguments) -> StepResult:
-        self._train("dpo", *step)
-        return self.updater.dpo(*step)
-
-    def sft(
-        self, stage: Config, groups: list[Group], state: LearnerState, steps: int
+    def step(
+        self,
+        kind: str,
+        stage: Config,
+        groups: list[Group],
+        state: LearnerState,
+        forks: dict[int, Fork],
+        steps: int,
     ) -> StepResult:
-        self._train("sft", stage, groups, state, {}, steps)
-        return self.updater.sft(stage, groups, state, steps)
+        """Train one step on all ranks and measure it on this one."""
+        call = RankCall(method="train", kind=kind, stage=state.stage, steps=steps, state=state)
+        call.forks, call.groups = forks, [_pack(group) for group in groups]
+        self._tell(call)
+        return self.updater.step(kind, stage, groups, state, forks, steps)
 
     def end(self) -> None:
         """End the other ranks."""
         self._tell(RankCall(method=END))
-
-    def _train(self, method: str, *step: *StepArguments) -> None:
-        _, groups, state, forks, steps = step
-        call = RankCall(method=method, stage=state.stage, steps=steps, state=state, forks=forks)
-        call.groups = [_pack(group) for group in groups]
-        self._tell(call)
 
     def _tell(self, call: RankCall) -> None:
         self.ranks.tell(msgspec.msgpack.encode(call))
@@ -175,8 +164,8 @@ def attend(config: Config, run_dir: Path, ranks: Ranks) -> int:
 def _make(updater: Updater, stage: Config, call: RankCall) -> None:
     groups = [_unpack(packed) for packed in call.groups]
     match call.method:
-        case "begin_stage" | "ensure_reference" as method:
-            getattr(updater, method)(stage, call.stage)
+        case "enter":
+            updater.enter(stage, call.state)
         case "save":
             try:
                 updater.save(Path(call.path), call.state)
@@ -186,12 +175,9 @@ def _make(updater: Updater, stage: Config, call: RankCall) -> None:
         case "published":
             for _ in updater.published().parts():
                 pass
-        case "rl" | "dpo" as method:
+        case "train":
             with suppress(StepAbandoned):
-                getattr(updater, method)(stage, groups, call.state, call.forks, call.steps)
-        case "sft":
-            with suppress(StepAbandoned):
-                updater.sft(stage, groups, call.state, call.steps)
+                updater.train(call.kind, stage, groups, call.state, call.forks, call.steps)
         case method:
             raise ValueError(f"unknown call {method}")
 

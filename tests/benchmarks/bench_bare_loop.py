@@ -123,7 +123,9 @@ def compare(size: str) -> None:
         stage, spent = stage_config(config, 0), []
         for take in range(ROUNDS + 1):  # the first warms up
             start = time.process_time()
-            result = updater.rl(stage, groups, LearnerState(lineage=1, take=take), FORKS, 100)
+            result = updater.step(
+                "rl", stage, groups, LearnerState(lineage=1, take=take), FORKS, 100
+            )
             middle = time.process_time()
             bare.step()
             spent.append((middle - start, time.process_time() - middle))

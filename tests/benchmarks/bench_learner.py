@@ -35,7 +35,6 @@ from evolver_async.schema import Role, Sequence, Ticket, Trajectory, VersionRun
 from evolver_async.transport.dealer import DealerClient
 from evolver_async.transport.server import Server
 from learner.main import build
-from learner.stage_steps import enter_stage
 from learner.train import Learner
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
@@ -127,7 +126,7 @@ def make_run(directory: Path) -> tuple[Config, Path]:
 
 def measure(learner: Learner) -> tuple[dict[str, float], float, float]:
     """Seconds by phase and wall seconds of the steps that count, and what the CPUs did besides."""
-    enter_stage(learner.updater, learner.stages, learner.state)
+    learner.updater.enter(learner.settings, learner.state)
     for _ in range(SKIPPED):
         learner.step()
     learner.timers.drain()

@@ -55,6 +55,7 @@ def groups(vocabulary: int) -> Batch:
         copied_P=np.zeros(rows, bool),
         stripped_P=np.zeros(rows, bool),
         truncated_P=np.zeros(rows, bool),
+        overlong_P=np.zeros(rows, bool),
         turn_start_P=np.arange(rows + 1),
         turn_reward_U=np.zeros(rows),
         label_U=np.zeros(rows, np.int8),

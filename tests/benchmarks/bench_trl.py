@@ -166,7 +166,9 @@ def compare(size: str, rounds: int) -> None:
         ]
         for take in range(rounds + 1):  # the first warms up
             start = time.process_time()
-            result = updater.rl(stage, groups, LearnerState(lineage=1, take=take), FORKS, 100)
+            result = updater.step(
+                "rl", stage, groups, LearnerState(lineage=1, take=take), FORKS, 100
+            )
             ours_s = time.process_time() - start
             assert result.updates == config.learner.minibatches
             spent.append((ours_s, *(peer.step() for peer in peers)))

@@ -178,10 +178,10 @@ def test_22_a_group_without_a_finite_advantage_is_left_out_and_moves_nothing(
     stage = stage_config(settings, 0)
     alone, poisoned = updater(settings, tmp_path), updater(settings, tmp_path)
     state_alone, state = LearnerState(lineage=1), LearnerState(lineage=1)
-    expected = alone.rl(stage, groups(3), state_alone, FORKS, 1)
+    expected = alone.step("rl", stage, groups(3), state_alone, FORKS, 1)
     data = groups(4)
     data[3].trajectories[0].reward = value
-    outcome = poisoned.rl(stage, data, state, FORKS, 1)
+    outcome = poisoned.step("rl", stage, data, state, FORKS, 1)
     assert (outcome.trained, outcome.filtered) == ([10, 11, 12], {"non_finite": [13]})
     assert outcome.metrics["loss/policy"] == expected.metrics["loss/policy"]
     assert same(weights_of(poisoned), weights_of(alone)) and state.baseline == state_alone.baseline
@@ -198,7 +198,7 @@ def test_22_nothing_finite_at_all_leaves_the_weights_and_ends_the_run_in_time(
         data = groups(2)
         for group in data:
             group.trajectories[0].reward = math.nan
-        return made.rl(stage_config(settings, 0), data, state, FORKS, 1)
+        return made.step("rl", stage_config(settings, 0), data, state, FORKS, 1)
 
     for bad in range(1, settings.learner.max_bad_steps):
         outcome = step()

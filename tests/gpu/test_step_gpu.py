@@ -143,12 +143,14 @@ def measure(device: torch.device, policy: Path, run_dir: Path, **learner: bool) 
         torch.cuda.empty_cache()
     updater, groups = Updater(config, run_dir, Timers()), groups_of(size)
     state = LearnerState(lineage=1, take=0, stage_take=0)
-    updater.rl(stage_config(config, 0), groups, state, FORKS, 9)  # warms up, allocates moments
+    updater.step(
+        "rl", stage_config(config, 0), groups, state, FORKS, 9
+    )  # warms up, allocates moments
     if device.type == "cuda":
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
     start = time.perf_counter()
-    done = updater.rl(stage_config(config, 0), groups, state, FORKS, 9)
+    done = updater.step("rl", stage_config(config, 0), groups, state, FORKS, 9)
     if device.type == "cuda":
         torch.cuda.synchronize()
     seconds = time.perf_counter() - start

@@ -180,7 +180,9 @@ def trained(
     doors, results, stage = Doors(made), [], stage_config(settings, 0)
     for take in range(steps):
         state = LearnerState(lineage=1, take=take, stage_take=take)
-        results.append(made.rl(stage, doors.groups(take, count), state, FORKS, steps).metrics)
+        results.append(
+            made.step("rl", stage, doors.groups(take, count), state, FORKS, steps).metrics
+        )
     return doors, results
 
 

@@ -19,7 +19,7 @@ from evolver_async.schema import Role
 from learner.data.batch import Batch, LogProbs
 from learner.loss.accounting import Accounting
 from learner.loss.objective import Objective
-from learner.loss.sft import sft_loss
+from learner.loss.terms import sft_loss
 
 __all__ = ["taught", "test_the_learner_gives_every_token_the_log_prob_it_was_sampled_with"]
 

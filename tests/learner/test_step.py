@@ -12,7 +12,7 @@ from evolver_async.config import AdvantageConfig, Config, SelectionConfig, Stage
 from evolver_async.config.load import stage_config
 from evolver_async.model import policy
 from evolver_async.schema import Group, Sampling, Task, Ticket, TurnFlag, WeightId
-from learner.diagnostics.step_result import StepResult
+from learner.diagnostics.measure import StepResult
 from learner.state import LearnerState
 from learner.step import Updater
 
@@ -54,7 +54,9 @@ def settings_of(tiny: Path, selection: SelectionConfig, limit: int = 0, cache: i
 
 def step(settings: Config, run_dir: Path, groups: list[Group]) -> tuple[Updater, StepResult]:
     learner = updater(settings, run_dir)
-    return learner, learner.rl(stage_config(settings, 0), groups, LearnerState(lineage=1), FORKS, 3)
+    return learner, learner.step(
+        "rl", stage_config(settings, 0), groups, LearnerState(lineage=1), FORKS, 3
+    )
 
 
 def test_only_resampled_members_train_and_their_group_counts_once(tiny, tmp_path):
@@ -64,11 +66,11 @@ def test_only_resampled_members_train_and_their_group_counts_once(tiny, tmp_path
     _, outcome = step(settings_of(tiny, selection), tmp_path, groups)
     assert outcome.trained == [10] and outcome.filtered == {"zero_spread": [11]}
     assert outcome.data is not None
-    (kept,) = outcome.data.groups
+    (kept,) = outcome.data.chosen.groups
     assert [one.member for one in kept.trajectories if one.reward] == [1, 2]
     assert len(kept.trajectories) == 4
     assert outcome.tokens == sum(one.action_tokens for one in kept.trajectories)
-    assert sorted(outcome.data.advantage_N.tolist()) == pytest.approx(
+    assert sorted(outcome.data.credit.advantages.advantage_N.tolist()) == pytest.approx(
         sorted([0.5] * (outcome.tokens // 2) + [-0.5] * (outcome.tokens // 2))
     )  # relative to the mean of those that are kept
     assert outcome.metrics["selection/members_left_out"] == 4
@@ -80,7 +82,7 @@ def test_advantages_shrink_with_the_share_that_is_kept(tiny, tmp_path, scale, fa
     selection = SelectionConfig(kind="top_p", scale=scale)
     _, outcome = step(settings_of(tiny, selection), tmp_path, groups)
     assert outcome.data is not None
-    found = np.abs(outcome.data.advantage_N)
+    found = np.abs(outcome.data.credit.advantages.advantage_N)
     np.testing.assert_allclose(found, 0.5 * factor, rtol=1e-6)
     assert outcome.metrics["selection/kept_share"] == 0.5
 
@@ -105,7 +107,9 @@ def test_the_longest_trajectory_of_equal_outcomes_is_the_worst(tiny, tmp_path):
     assert outcome.data is not None
     expected_P = bonus - bonus.mean()
     np.testing.assert_allclose(
-        outcome.data.advantage_N, expected_P[outcome.data.batch.trajectory_N], rtol=1e-5
+        outcome.data.credit.advantages.advantage_N,
+        expected_P[outcome.data.batch.trajectory_N],
+        rtol=1e-5,
     )
     assert outcome.metrics["overlong/mean"] == pytest.approx(bonus.mean())
     assert outcome.metrics["overlong/share"] == pytest.approx((bonus < 0).mean())

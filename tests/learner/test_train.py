@@ -29,13 +29,11 @@ from evolver_async.schema import Group, WeightId
 from evolver_async.transport.dealer import DealerClient
 from evolver_async.transport.in_process import LocalClient, LocalServer
 from evolver_async.weights.shm import ShmPublisher
-from learner import train
-from learner.diagnostics.step_result import StepResult
+from learner.diagnostics.measure import StepResult, Trained
 from learner.diagnostics.step_rows import StepRows
 from learner.main import build
 from learner.run.evaluation_tracker import EvaluationTracker, Standstill
 from learner.schedule import Stages
-from learner.stage_steps import train_take
 from learner.state import LearnerState, PendingEvaluation
 from learner.step import Updater
 from learner.step_progress import StepProgress
@@ -166,9 +164,12 @@ def test_a_run_that_has_nothing_to_train_on_says_so(tmp_path: Path, stages: str)
 def test_a_stop_within_a_step_leaves_the_step_to_a_resume(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def stopped_in_the_second(updater: Updater, stages: Stages, state: LearnerState, *data: Any):
+    whole = Updater.train
+
+    def stopped_in_the_second(updater: Updater, kind: str, *given: Any) -> Trained:
+        state = given[2]
         updater.ranks.progress.stops = lambda: state.take == 1
-        return train_take(updater, stages, state, *data)
+        return whole(updater, kind, *given)
 
     weights = []
     for name in ("whole", "stopped"):
@@ -176,7 +177,7 @@ def test_a_stop_within_a_step_leaves_the_step_to_a_resume(
         config, run_dir = prepared(tmp_path / name, "checkpoint.every=1")
         if name == "stopped":
             with monkeypatch.context() as patched:
-                patched.setattr(train, "train_take", stopped_in_the_second)
+                patched.setattr(Updater, "train", stopped_in_the_second)
                 assert run(config, run_dir) == STOPPED
             assert state_of(run_dir)["take"] == 1
         assert run(config, run_dir) == 0

@@ -111,9 +111,9 @@ def test_a_kl_switched_on_at_a_resume_gets_a_reference(tiny, tmp_path):
     made = updater(settings, tmp_path)
     stage = stage_config(settings, 0)
     with pytest.raises(AssertionError, match="reference"):
-        made.rl(stage, groups(2), LearnerState(lineage=1), FORKS, 1)
+        made.step("rl", stage, groups(2), LearnerState(lineage=1), FORKS, 1)
     made.ensure_reference(stage, 0)  # the stage itself began without a KL
-    outcome = made.rl(stage, groups(2), LearnerState(lineage=1), FORKS, 1)
+    outcome = made.step("rl", stage, groups(2), LearnerState(lineage=1), FORKS, 1)
     assert outcome.metrics["loss/kl"] == pytest.approx(0.0, abs=1e-6)
 
 
@@ -127,13 +127,15 @@ def test_the_kl_in_the_reward_is_that_of_the_present_policy(tiny, tmp_path, kind
     made = updater(settings, tmp_path)
     stage = stage_config(settings, 0)
     made.ensure_reference(stage, 0)
-    outcome = made.rl(stage, groups(2), LearnerState(lineage=1), FORKS, 1)
+    outcome = made.step("rl", stage, groups(2), LearnerState(lineage=1), FORKS, 1)
     # policy and reference are the same weights, although mu is far from them
     assert outcome.metrics["loss/kl"] == pytest.approx(0.0, abs=1e-6)
     drift(made.model)
-    outcome = made.rl(stage, groups(2), LearnerState(lineage=1), FORKS, 1)
+    outcome = made.step("rl", stage, groups(2), LearnerState(lineage=1), FORKS, 1)
     assert outcome.data is not None
-    expected = (outcome.data.logprobs.anchor_N - outcome.data.logprobs.reference_N).mean()
+    expected = (
+        outcome.data.credit.logprobs.anchor_N - outcome.data.credit.logprobs.reference_N
+    ).mean()
     assert outcome.metrics["loss/kl"] == pytest.approx(float(expected), rel=1e-4)
     assert abs(expected) > 1e-4
 
@@ -152,7 +154,7 @@ def test_groups_without_an_applied_update_are_reported_and_not_measured(
 
     monkeypatch.setattr(under_test, "update", second_is_not_finite)
     state = LearnerState(lineage=1)
-    outcome = made.rl(stage_config(settings, 0), groups(4), state, FORKS, 1)
+    outcome = made.step("rl", stage_config(settings, 0), groups(4), state, FORKS, 1)
     assert outcome.updates == 1 and state.bad_steps == 1
     left_out = outcome.filtered["non_finite"]
     assert len(left_out) == len(outcome.trained) == 2
@@ -167,7 +169,9 @@ def test_when_nothing_is_applied_everything_is_left_out(tiny, tmp_path):
     made = updater(settings, tmp_path)
     with torch.no_grad():
         next(made.model.parameters()).fill_(float("nan"))
-    outcome = made.rl(stage_config(settings, 0), groups(2), LearnerState(lineage=1), FORKS, 1)
+    outcome = made.step(
+        "rl", stage_config(settings, 0), groups(2), LearnerState(lineage=1), FORKS, 1
+    )
     assert (outcome.trained, outcome.tokens, outcome.updates) == ([], 0, 0)
     assert outcome.filtered == {"non_finite": [10, 11]}
     assert "loss/policy" not in outcome.metrics and "offpolicy/ess" not in outcome.metrics
@@ -190,15 +194,15 @@ def test_an_own_correction_whose_numbers_are_not_finite_is_named(tiny, tmp_path,
     stage, most = stage_config(settings, 0), settings.learner.max_bad_steps
     said = f"correction.kind: {settings.correction.kind} returned numbers that are not finite:"
     for _ in range(most - 1):
-        made.rl(stage, groups(2), state, FORKS, 9)
+        made.step("rl", stage, groups(2), state, FORKS, 9)
     titles = [(row["title"], said in row["text"]) for row in Tail(tmp_path / ALERTS).rows()]
     if fields != ["weight_N"]:
-        made.rl(stage, groups(2), state, FORKS, 9)
+        made.step("rl", stage, groups(2), state, FORKS, 9)
         assert titles == [("not finite", True)] and state.bad_steps == 0, "told once"
         return
     assert titles == [("not finite", True), *[("step skipped", True)] * (most - 1)]
     with pytest.raises(TrainingError, match=f"in a row; batches in .*; {said} weight_N$"):
-        made.rl(stage, groups(2), state, FORKS, 9)
+        made.step("rl", stage, groups(2), state, FORKS, 9)
 
 
 def test_a_policy_that_is_not_finite_blames_no_correction(tiny, tmp_path):
@@ -208,7 +212,7 @@ def test_a_policy_that_is_not_finite_blames_no_correction(tiny, tmp_path):
     made = updater(settings, tmp_path)
     with torch.no_grad():
         next(made.model.parameters()).fill_(float("nan"))
-    made.rl(stage_config(settings, 0), groups(2), LearnerState(lineage=1), FORKS, 1)
+    made.step("rl", stage_config(settings, 0), groups(2), LearnerState(lineage=1), FORKS, 1)
     assert [row["title"] for row in Tail(tmp_path / ALERTS).rows()] == ["step skipped"]
 
 
@@ -222,7 +226,7 @@ def test_data_beyond_the_target_kl_end_a_step_after_its_first_update(tiny, tmp_p
         settings.loss.target_kl = target_kl
         made = updater(settings, tmp_path)
         state = LearnerState(lineage=1)
-        outcomes.append(made.rl(stage_config(settings, 0), groups(4), state, FORKS, 1))
+        outcomes.append(made.step("rl", stage_config(settings, 0), groups(4), state, FORKS, 1))
         optimized = [p for group in made.optimizer.param_groups for p in group["params"]]
         assert all(one.grad is None for one in (*optimized, *made.model.parameters()))
         assert state.bad_steps == 0
@@ -246,7 +250,9 @@ def test_a_first_update_that_moves_the_data_of_the_next_beyond_the_target_kl_is_
     settings = config(tiny, [StageConfig(kind="rl", steps=1)], minibatches=2)
     settings.loss.target_kl = 1e-9
     made, before = updater(settings, tmp_path), updater(settings, tmp_path)
-    outcome = made.rl(stage_config(settings, 0), groups(4), LearnerState(lineage=1), FORKS, 1)
+    outcome = made.step(
+        "rl", stage_config(settings, 0), groups(4), LearnerState(lineage=1), FORKS, 1
+    )
     assert outcome.updates == 0 == len(outcome.trained)
     assert len(outcome.filtered["target_kl"]) == 4
     assert outcome.metrics["learner/taken_back"] == 1
@@ -264,7 +270,7 @@ def test_an_update_that_is_not_finite_is_one_however_far_its_data_are(tiny, tmp_
         made.stepper.passes, "gradients", lambda *given: (next(losses), gradients(*given)[1])
     )
     state = LearnerState(lineage=1)
-    outcome = made.rl(stage_config(settings, 0), groups(4), state, FORKS, 1)
+    outcome = made.step("rl", stage_config(settings, 0), groups(4), state, FORKS, 1)
     assert state.bad_steps == 1 and outcome.filtered.keys() == {"non_finite"}
 
 
@@ -281,7 +287,7 @@ def test_an_update_that_breaks_the_policy_is_taken_back_though_the_next_one_is_n
     told = iter((0.1, 0.1, math.nan))
     monkeypatch.setattr(under_test.Accounting, "moved", lambda _: next(told))
     state = LearnerState(lineage=1)
-    outcome = made.rl(stage_config(settings, 0), groups(4), state, FORKS, 1)
+    outcome = made.step("rl", stage_config(settings, 0), groups(4), state, FORKS, 1)
     assert outcome.metrics["learner/taken_back"] == 1 and outcome.updates == 0
     assert len(outcome.filtered["non_finite"]) == 4 and state.bad_steps == 1
     for left, right in zip(made.model.parameters(), begin.parameters(), strict=True):
@@ -294,7 +300,9 @@ def test_a_step_without_a_finite_advantage_is_counted_under_a_target_kl_too(tiny
     taken, state = groups(4), LearnerState(lineage=1)
     for group in taken:
         group.trajectories[0].reward = math.nan
-    outcome = updater(settings, tmp_path).rl(stage_config(settings, 0), taken, state, FORKS, 1)
+    outcome = updater(settings, tmp_path).step(
+        "rl", stage_config(settings, 0), taken, state, FORKS, 1
+    )
     assert state.bad_steps == 1 and outcome.updates == 0 == outcome.metrics["learner/taken_back"]
 
 
@@ -312,7 +320,7 @@ def test_an_update_that_moves_the_policy_beyond_the_target_kl_is_taken_back(
         made, told = updater(settings, tmp_path), iter(kls)
         monkeypatch.setattr(under_test.Accounting, "moved", lambda _, told=told: next(told))
         outcomes.append(
-            made.rl(stage_config(settings, 0), groups(4), LearnerState(lineage=1), FORKS, 1)
+            made.step("rl", stage_config(settings, 0), groups(4), LearnerState(lineage=1), FORKS, 1)
         )
         assert next(told, None) is None
         models.append(made)
@@ -340,7 +348,9 @@ def test_a_bound_on_the_movement_counts_the_age_of_data_only_without_a_computed_
     settings.correction = replace(settings.correction, **correction)
     settings.loss.target_kl, settings.learner.lr = 1e3, 1e-6
     made = updater(settings, tmp_path)
-    outcome = made.rl(stage_config(settings, 0), groups(2), LearnerState(lineage=1), FORKS, 1)
+    outcome = made.step(
+        "rl", stage_config(settings, 0), groups(2), LearnerState(lineage=1), FORKS, 1
+    )
     age, moved = outcome.metrics["offpolicy/kl"], outcome.metrics["offpolicy/kl_moved"]
     assert age > 0.01
     assert moved == pytest.approx(age, rel=1e-2) if counts_age else 0 < moved < 1e-6
@@ -357,7 +367,9 @@ def test_an_update_before_other_data_that_are_beyond_the_bound_stays_if_these_ca
     settings.loss.target_kl, settings.correction.anchor = 0.2, anchor
     made, told = updater(settings, tmp_path), iter(kls)
     monkeypatch.setattr(under_test.Accounting, "moved", lambda _: next(told))
-    outcome = made.rl(stage_config(settings, 0), groups(4), LearnerState(lineage=1), FORKS, 1)
+    outcome = made.step(
+        "rl", stage_config(settings, 0), groups(4), LearnerState(lineage=1), FORKS, 1
+    )
     assert next(told, None) is None
     assert outcome.updates == updates == len(outcome.trained)
     assert len(outcome.filtered["target_kl"]) == 4 - updates
@@ -390,7 +402,9 @@ def test_an_update_that_moves_old_data_beyond_the_bound_by_itself_is_taken_back(
         retrace(*given, back=back)
 
     monkeypatch.setattr(under_test, "retrace", traced)
-    outcome = made.rl(stage_config(settings, 0), groups(4), LearnerState(lineage=1), FORKS, 1)
+    outcome = made.step(
+        "rl", stage_config(settings, 0), groups(4), LearnerState(lineage=1), FORKS, 1
+    )
     assert (led[0] > 0.2) == alone and led[0] > 0
     assert outcome.updates == updates == len(outcome.trained)
     assert outcome.metrics["learner/taken_back"] == 2 - updates
@@ -417,7 +431,7 @@ def test_an_update_on_data_beyond_the_bound_by_their_age_counts_by_what_it_moves
         return measure(*given, **more)
 
     monkeypatch.setattr(made.stepper.passes, "measure", measured)
-    found = made.rl(stage_config(settings, 0), data, LearnerState(lineage=1), FORKS, 1)
+    found = made.step("rl", stage_config(settings, 0), data, LearnerState(lineage=1), FORKS, 1)
     assert found.updates == stays and found.metrics["learner/taken_back"] == 1 - stays
     assert len(passes) == (minibatches if stays else 1)
     if stays:
@@ -444,7 +458,9 @@ def test_the_last_update_of_a_step_is_taken_back_by_its_own_data(
         return next(told)
 
     monkeypatch.setattr(under_test.Accounting, "moved", moved_by)
-    outcome = made.rl(stage_config(settings, 0), groups(2), LearnerState(lineage=1), FORKS, 1)
+    outcome = made.step(
+        "rl", stage_config(settings, 0), groups(2), LearnerState(lineage=1), FORKS, 1
+    )
     assert next(told, None) is None
     assert not outcome.metrics["offpolicy/kl_beyond"] <= 0.2
     assert outcome.metrics["learner/taken_back"] == 1
@@ -465,7 +481,7 @@ def test_a_target_kl_beyond_the_data_changes_nothing(tiny, tmp_path):
         settings = config(tiny, [StageConfig(kind="rl", steps=1)], minibatches=4)
         settings.loss.target_kl = target_kl
         made = updater(settings, tmp_path)
-        made.rl(stage_config(settings, 0), groups(4), LearnerState(lineage=1), FORKS, 1)
+        made.step("rl", stage_config(settings, 0), groups(4), LearnerState(lineage=1), FORKS, 1)
         found.append(made.model)
     assert same(*found)
 
@@ -475,7 +491,7 @@ def test_a_checkpoint_gives_back_numbers_and_moments(tiny, tmp_path):
     made = updater(settings, tmp_path)
     asked = PendingEvaluation(version=2, changed_take=3, stage=0, episodes=8)
     state = LearnerState(lineage=1, take=3, changed_take=3, pending=[asked])
-    assert made.rl(stage_config(settings, 0), groups(2), state, FORKS, 1).updates == 1
+    assert made.step("rl", stage_config(settings, 0), groups(2), state, FORKS, 1).updates == 1
     (tmp_path / "c").mkdir()
     made.save(tmp_path / "c", state)
     again = updater(settings, tmp_path)
@@ -530,7 +546,7 @@ def test_scorer_and_stepper_work_at_the_temperature_of_the_rollout(tiny, tmp_pat
     result = step(made, data)
     metrics = result.metrics
     assert result.updates == 2 and result.data is not None
-    scored = result.data.logprobs
+    scored = result.data.credit.logprobs
     for logprobs_N in (scored.anchor_N, scored.reference_N):
         np.testing.assert_allclose(logprobs_N, result.data.batch.mu_N, atol=1e-3)
     for name in ("w_q05", "w_q95", "r_q05", "r_q95"):
@@ -602,7 +618,7 @@ def unguided_metrics(tiny: Path) -> dict[str, float]:
     settings = config(tiny, [StageConfig(kind="rl", steps=1)])
     return (
         updater(settings, tiny)
-        .rl(stage_config(settings, 0), groups(2), LearnerState(lineage=1), FORKS, 1)
+        .step("rl", stage_config(settings, 0), groups(2), LearnerState(lineage=1), FORKS, 1)
         .metrics
     )
 
@@ -655,11 +671,13 @@ def test_the_running_baseline_goes_on_from_step_to_step(tiny, tmp_path):
     settings.advantage = AdvantageConfig(kind="reinforce", baseline_decay=0.75)
     made, state, baseline = updater(settings, tmp_path), LearnerState(lineage=1), 0.0
     for _ in range(3):
-        outcome = made.rl(stage_config(settings, 0), groups(4), state, FORKS, 9)
+        outcome = made.step("rl", stage_config(settings, 0), groups(4), state, FORKS, 9)
         assert outcome.data is not None
         batch = outcome.data.batch
         expected_N = batch.reward_P[batch.trajectory_N] - baseline
-        np.testing.assert_allclose(outcome.data.advantage_N, expected_N, rtol=1e-6)
+        np.testing.assert_allclose(
+            outcome.data.credit.advantages.advantage_N, expected_N, rtol=1e-6
+        )
         baseline = 0.75 * baseline + 0.25 * 0.5
         assert state.baseline == pytest.approx(baseline)
 
@@ -728,7 +746,7 @@ def test_labels_and_their_outage_are_measured_and_alpha_falls(tiny, tmp_path):
     assert outcome.metrics["advantage/unlabelled_groups"] == 1
     assert outcome.metrics["advantage/alpha"] == pytest.approx(0.2)
     assert outcome.data is not None
-    batch, advantage_N = outcome.data.batch, outcome.data.advantage_N
+    batch, advantage_N = outcome.data.batch, outcome.data.credit.advantages.advantage_N
     by_turn = {}
     for p, k, A in zip(batch.trajectory_N, batch.turn_N, advantage_N, strict=True):
         by_turn.setdefault((int(p), int(k)), set()).add(float(A))

@@ -123,7 +123,7 @@ def train(
 
     With `ranks` the result is of rank 0 alone.
     """
-    settings, method, data = settings_of(name, directory)
+    settings, kind, data = settings_of(name, directory)
     settings.learner.device = device if settings.learner.token_budget else "auto"
     out.mkdir(parents=True)
     updater = Updater(settings, out, Timers(), ranks)
@@ -139,16 +139,10 @@ def train(
         return Trained()
     leader = updater if ranks is None else Leader(updater, ranks)
     state = LearnerState(lineage=1) if resume is None else leader.restore(resume)
-    if resume is None:
-        leader.begin_stage(stage, 0)
-    else:
-        leader.ensure_reference(stage, 0)
+    leader.enter(stage, state)
     done = Trained()
     while state.take < STEPS:
-        arguments: list[Any] = [stage, data, state, FORKS, STEPS]
-        if method == "sft":
-            arguments.remove(FORKS)
-        outcome = getattr(leader, method)(*arguments)
+        outcome = leader.step(kind, stage, data, state, FORKS, STEPS)
         done.rows.append(outcome.metrics)
         done.filtered.append(outcome.filtered)
         state.take += 1

@@ -23,7 +23,7 @@ from evolver_async.model.tokenizer import load_tokenizer
 from evolver_async.schema import Group, Role, Sampling, Trajectory, WeightId
 from learner.data.batch import Batch
 from learner.data.collate import Internalise, collate, lag_table
-from learner.loss.sft import sft_loss
+from learner.loss.terms import sft_loss
 from learner.optimize.logprobs import Scorer
 from learner.ranks.mesh import alone
 

@@ -34,7 +34,7 @@ from evolver_async.schema import (
     VersionRun,
     WeightId,
 )
-from learner.diagnostics.step_result import StepResult
+from learner.diagnostics.measure import StepResult
 from learner.state import LearnerState
 from learner.step import Updater
 
@@ -162,4 +162,4 @@ def guided_config(tiny: Path, internalise: str, minibatches: int = 2, **correcti
 def step(made: Updater, data: list[Group], take: int = 0) -> StepResult:
     """Step `take` of a stage of 3."""
     state = LearnerState(lineage=1, take=7 + take, stage_take=7)
-    return made.rl(stage_config(made.config, 0), data, state, FORKS, 3)
+    return made.step("rl", stage_config(made.config, 0), data, state, FORKS, 3)

@@ -41,6 +41,7 @@ def varied(count: int, mean: int, vocabulary: int, *, seed: int = 0) -> Batch:
         copied_P=np.zeros(count, bool),
         stripped_P=np.zeros(count, bool),
         truncated_P=np.zeros(count, bool),
+        overlong_P=np.zeros(count, bool),
         turn_start_P=np.arange(count + 1),
         turn_reward_U=np.zeros(count),
         label_U=np.zeros(count, np.int8),

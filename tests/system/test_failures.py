@@ -23,7 +23,7 @@ from evolver_async.protocol import messages
 from evolver_async.protocol.envelope import SCHEMA_HASH
 from evolver_async.protocol.failures import ERROR_CHARS, FailureKind, FailureTotal
 from evolver_async.watch.view import REPEAT_S, View
-from learner.diagnostics.step_result import StepResult
+from learner.diagnostics.measure import StepResult
 from learner.diagnostics.stop_rules import Guard
 from learner.state import LearnerState
 

@@ -21,8 +21,8 @@ from actors.llm.client import Endpoint
 from evolver_async.config import Config
 from evolver_async.metrics.writer import Metrics
 from evolver_async.protocol.transcripts import Turn
-from learner.diagnostics.judge_rates import note
-from learner.diagnostics.step_result import StepResult
+from learner.diagnostics.collapse import note
+from learner.diagnostics.measure import StepResult
 from learner.diagnostics.stop_rules import Guard
 from learner.state import LearnerState
 
@@ -83,7 +83,7 @@ def alarms(directory: Path, answer: Answer, *, drifts: bool, scored: bool) -> di
                     await judge.label(episode(EPISODES * step + number, praises, known))
                 await judge.settle()
                 metrics = {"train/format_errors": 0.0, "train/success": 0.2}
-                for alarm in guard.watch(config, state, [], StepResult([], {}, 0, 0, metrics)):
+                for alarm in guard.watch(config, state, StepResult([], {}, 0, 0, metrics)):
                     begun.setdefault(alarm.name, step)
                 note(state.watched, judge.counters())
         finally:

@@ -232,7 +232,7 @@ def test_ratios_of_a_first_step_are_one(tmp_path: Path) -> None:
     stage = stage_config(settings, 0)
     learner.ensure_reference(stage, 0)
     state = LearnerState(lineage=NEW.lineage)
-    outcome = learner.rl(stage, [group], state, {}, 3)
+    outcome = learner.step("rl", stage, [group], state, {}, 3)
     assert outcome.updates == 1
     assert outcome.metrics["loss/kl"] == pytest.approx(0, abs=1e-6)
     for name in ("w_mean", "w_q05", "w_q95", "r_mean"):

@@ -273,9 +273,9 @@ def test_the_first_reference_is_the_model_without_adapters(tiny: Path, tmp_path:
     made = updater(settings, tmp_path)
     stage = stage_config(settings, 0)
     made.begin_stage(stage, 0)
-    first = made.rl(stage, groups(4), LearnerState(lineage=1), FORKS, 3)
+    first = made.step("rl", stage, groups(4), LearnerState(lineage=1), FORKS, 3)
     assert first.metrics["loss/kl"] == pytest.approx(0.0, abs=1e-6)
-    second = made.rl(stage, groups(4), LearnerState(lineage=1), FORKS, 3)
+    second = made.step("rl", stage, groups(4), LearnerState(lineage=1), FORKS, 3)
     assert second.metrics["loss/kl"] > 1e-6
     assert made.reference is not None
     assert torch.equal(logits(made.reference), logits(plain(tiny)))  # pyright: ignore[reportArgumentType]
@@ -294,10 +294,10 @@ def test_steps_of_every_kind_move_the_adapters_alone(
     base = {name: one.clone() for name, one in made.model.named_parameters() if not _trains(one)}
     state = LearnerState(lineage=1)
     found = [step(made, groups(4))]
-    found.append(made.sft(stage_config(settings, 0), shown(groups(4)), state, 3))
+    found.append(made.step("sft", stage_config(settings, 0), shown(groups(4)), state, {}, 3))
     made.begin_stage(stage_config(settings, 1), 1)
     pairs = [preference(one) for one in groups(4)]
-    found.append(made.dpo(stage_config(settings, 1), pairs, state, FORKS, 3))
+    found.append(made.step("dpo", stage_config(settings, 1), pairs, state, FORKS, 3))
     assert all(one.updates == 1 for one in found)
     trained = {name for name, one in made.model.named_parameters() if _trains(one)}
     assert all(made.optimizer.state[made.model.get_parameter(name)] for name in trained)
@@ -460,10 +460,10 @@ def short_training(
         return [], {}
     leader = made if ranks is None else Leader(made, ranks)
     state = LearnerState(lineage=1) if resume is None else leader.restore(resume)
-    leader.begin_stage(stage, 0) if resume is None else leader.ensure_reference(stage, 0)
+    leader.enter(stage, state)
     rows = []
     while state.take < 5:
-        rows.append(leader.rl(stage, groups(6), state, FORKS, 5).metrics)
+        rows.append(leader.step("rl", stage, groups(6), state, FORKS, 5).metrics)
         state.take += 1
         if state.take == 2 and resume is None:
             (out / "checkpoint").mkdir()

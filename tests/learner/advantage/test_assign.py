@@ -56,7 +56,7 @@ def test_an_own_estimator_sees_the_lag_and_logs_numbers(lost: bool) -> None:
         trains = found.finite_P[batch.trajectory_N[token]]
         assert found.advantage_N[token] == (0.5**oldest if trains else 0.0)
     assert found.finite_P.all() == (not lost)
-    assert found.metrics["advantage/own/lag"] == lag_P[found.finite_P].max()
+    assert found.own["lag"] == lag_P[found.finite_P].max()
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,7 @@ import pytest
 from collated_groups import ALWAYS, NEVER, collated, make_groups
 
 from evolver_async.config import AdvantageConfig
-from learner.advantage.assign import Advantages, assign
-from learner.advantage.reliance import reliance, weighted
+from learner.advantage.assign import Advantages, assign, reliance, weighted
 from learner.advantage.shaped_rewards import Rewards
 from learner.data.batch import Batch, LogProbs
 from learner.data.collate import Internalise
@@ -19,7 +18,7 @@ rng = np.random.default_rng(0)
 def given(batch: Batch, *, known: bool = True) -> tuple[LogProbs, Advantages]:
     anchor_N, sampled_N, advantage_N = rng.normal(-2, 1, (3, len(batch.mu_N))).astype(np.float32)
     zero_N = np.zeros_like(anchor_N)
-    advantages = Advantages(advantage_N, zero_N, np.ones_like(batch.stripped_P), set(), 0.0, {})
+    advantages = Advantages(advantage_N, zero_N, np.ones_like(batch.stripped_P), set(), 0.0)
     return LogProbs(anchor_N, batch.mu_N, zero_N, sampled_N if known else None), advantages
 
 
@@ -27,7 +26,8 @@ def test_weights_match_the_loop_and_leave_other_trajectories_alone():
     batch = collated(make_groups(1, 5, 4), Internalise(0.6, 0))
     logprobs, advantages = given(batch)
     assert logprobs.sampled_N is not None
-    found = weighted(advantages, batch, logprobs, coef=3.3)
+    found, reliance_P = (weighted(advantages, batch, logprobs, coef=3.3), reliance(batch, logprobs))
+    assert reliance_P is not None
     leaned = []
     for p in range(len(batch.reward_P)):
         mine_N = batch.trajectory_N == p
@@ -36,22 +36,19 @@ def test_weights_match_the_loop_and_leave_other_trajectories_alone():
             lost = logprobs.sampled_N[mine_N] - logprobs.anchor_N[mine_N]
             expected = max(0.0, sum(map(float, lost)) / len(lost))
             leaned.append(expected)
-        assert reliance(batch, logprobs)[p] == pytest.approx(expected)
+        assert reliance_P[p] == pytest.approx(expected)
         wanted = advantages.advantage_N[mine_N] * math.exp(-3.3 * expected)
         np.testing.assert_allclose(found.advantage_N[mine_N], wanted, rtol=1e-5)
     assert 0.0 in leaned and max(leaned) > 0.1
-    assert found.metrics["experience/reliance"] == pytest.approx(np.mean(leaned))
 
 
-def test_without_a_coefficient_reliance_is_measured_and_changes_nothing():
+def test_without_a_coefficient_or_log_probs_reliance_changes_nothing():
     batch = collated(make_groups(1, 5, 4), ALWAYS)
     logprobs, advantages = given(batch)
-    found = weighted(advantages, batch, logprobs, coef=0.0)
-    assert found.advantage_N is advantages.advantage_N and "experience/reliance" in found.metrics
-    unguided = collated(make_groups(1, 5, 4), NEVER)
-    for other, known in ((unguided, True), (batch, False)):
-        logprobs, advantages = given(other, known=known)
-        assert weighted(advantages, other, logprobs, coef=0.0) is advantages
+    assert weighted(advantages, batch, logprobs, coef=0.0) is advantages
+    logprobs, advantages = given(batch, known=False)
+    assert reliance(batch, logprobs) is None
+    assert weighted(advantages, batch, logprobs, coef=1.0) is advantages
 
 
 @pytest.mark.parametrize("kind", ["grpo", "rloo", "opob", "grpo_process", "adca"])

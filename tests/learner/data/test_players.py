@@ -22,10 +22,9 @@ from evolver_async.schema import (
     WeightId,
 )
 from learner.data.players import fates, groups_by_player
-from learner.diagnostics.group_signals import group_signals
-from learner.diagnostics.rollouts import player_metrics
-from learner.diagnostics.step_result import StepResult
-from learner.loss.dpo import pairs
+from learner.data.selection import pairs
+from learner.diagnostics.measure import StepResult
+from learner.diagnostics.rollouts import group_signals, player_metrics
 from learner.state import LearnerState
 
 __all__ = ["tiny"]  # the fixture: the smallest policy there is
@@ -145,7 +144,7 @@ def settings(tiny: Path, baseline: str, kind: str = "grpo") -> Config:
 
 def step(settings: Config, run_dir: Path, groups: list[Group]) -> StepResult:
     learner = updater(settings, run_dir)
-    return learner.rl(stage_config(settings, 0), groups, LearnerState(lineage=1), FORKS, 3)
+    return learner.step("rl", stage_config(settings, 0), groups, LearnerState(lineage=1), FORKS, 3)
 
 
 def oracle(baseline: str, kind: str, group: Group) -> dict[tuple[int, str], float]:
@@ -180,11 +179,11 @@ def test_advantages_are_those_of_the_definition(
     wanted = {one.group_id: oracle(baseline, kind, one) for one in taken}
     for index, part in enumerate(parts):
         advantage = wanted[part.group_id][part.member, part.part]
-        got_N = data.advantage_N[data.batch.trajectory_N == index]
+        got_N = data.credit.advantages.advantage_N[data.batch.trajectory_N == index]
         moves = {"first": 2, "second": 1}[part.part]
         assert len(got_N) == 2 * moves and np.allclose(got_N, advantage, atol=1e-6)
         seen += len(got_N)
-    assert seen == len(data.advantage_N) == result.tokens
+    assert seen == len(data.credit.advantages.advantage_N) == result.tokens
     assert (result.trained, result.filtered) == ([7, 8], {})
 
 

@@ -11,7 +11,8 @@ from selectable_groups import make_group
 from evolver_async.config import SelectionConfig
 from evolver_async.errors import TrainingError
 from evolver_async.schema import Group, TurnFlag
-from learner.data.selection import Selected, reward_spread, select
+from learner.data.resampling import resampling_metrics
+from learner.data.selection import Selected, advantage_scale, reward_spread, select
 
 
 def make_groups(rewards: list[list[float]]) -> list[Group]:
@@ -89,8 +90,8 @@ def test_every_kind_keeps_what_its_rule_says(rewards, kind, p, k, drop_zero):
     for group_id in selected.filtered.get("zero_spread", []):
         assert spreads[group_id - 100] == 0
     share = len(expected) / len(groups)
-    assert selected.scale == math.sqrt(share)
-    assert selected.metrics["selection/kept_share"] == share
+    assert selected.kept == sorted(expected)
+    assert advantage_scale(settings, share) == math.sqrt(share)
 
 
 def slow_kept(spreads: list[float], kind: str, p: float, k: int, drop_zero: bool) -> set[int]:
@@ -122,12 +123,9 @@ def test_top_p_is_a_share_of_the_summed_spread():
 
 
 def test_advantages_are_scaled_by_the_share_that_is_left():
-    rewards = [[1.0, 0.0], [1.0, 1.0], [0.0, 0.0], [0.5, 0.5]]
     for scale, expected in (("none", 1.0), ("linear", 0.25), ("sqrt", 0.5)):
-        selected = select(
-            make_groups(rewards), SelectionConfig(kind="dynamic", scale=scale), seed=0
-        )
-        assert selected.scale == expected
+        settings = SelectionConfig(kind="dynamic", scale=scale)
+        assert advantage_scale(settings, 0.25) == expected and advantage_scale(settings, 1) == 1
 
 
 def test_members_are_resampled_where_a_group_has_both_outcomes():
@@ -140,9 +138,11 @@ def test_members_are_resampled_where_a_group_has_both_outcomes():
     (group,) = selected.groups
     assert [one.member for one in group.trajectories if one.reward] == [2, 3]
     assert len(group.trajectories) == 4 and len(groups[0].trajectories) == 8
-    assert selected.metrics["selection/members_left_out"] == 4
-    assert selected.metrics["selection/penalty_all"] == 1.0  # no tool was called: 0.5, +1 for two
-    assert selected.metrics["selection/penalty_kept"] == 0.5
+    assert selected.kept == [0]
+    found = resampling_metrics(groups[:1], selected.groups)
+    assert found["selection/members_left_out"] == 4
+    assert found["selection/penalty_all"] == 1.0  # no tool was called: 0.5, +1 for two
+    assert found["selection/penalty_kept"] == 0.5
 
 
 def test_equal_rewards_have_exactly_zero_spread():
@@ -152,7 +152,7 @@ def test_equal_rewards_have_exactly_zero_spread():
 def test_all_keeps_everything():
     groups = [make_group(0, [1.0, 1.0]), make_group(1, [0.0, 1.0])]
     selected = select(groups, SelectionConfig(kind="all", scale="sqrt"), seed=0)
-    assert selected.groups == groups and selected.filtered == {} and selected.scale == 1
+    assert selected.groups == groups and selected.filtered == {} and selected.kept is None
 
 
 @pytest.mark.parametrize("kind", ["spread", "top_p", "top_k", "min_p", "resample_on_correct"])

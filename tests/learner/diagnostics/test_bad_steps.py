@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from learner.diagnostics.bad_steps import write_bad_step
+from learner.diagnostics.stop_rules import write_bad_step
 
 
 def test_the_newest_batches_are_kept_with_their_arrays(tmp_path: Path) -> None:

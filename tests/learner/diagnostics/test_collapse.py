@@ -27,7 +27,7 @@ from evolver_async.launch.run_directory import PAUSED, pause_reason
 from evolver_async.protocol import messages
 from learner import schedule
 from learner.diagnostics.collapse import Alarm, judge
-from learner.diagnostics.group_signals import input_dependence
+from learner.diagnostics.rollouts import input_dependence
 from learner.schedule import next_stage
 from learner.state import LearnerState, Watched
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from learner.diagnostics.judge_rates import LEAST, TOTALS, WINDOW, forget_totals, judge_rates, note
+from learner.diagnostics.collapse import LEAST, TOTALS, WINDOW, forget_totals, judge_rates, note
 from learner.state import LearnerState, Watched
 
 

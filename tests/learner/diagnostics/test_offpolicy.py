@@ -10,7 +10,8 @@ from collated_groups import collated, make_groups
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from learner.loss.accounting import Accounting, trajectory_metrics
+from learner.diagnostics.measure import token_metrics, trajectory_metrics
+from learner.loss.accounting import Accounting
 
 
 def bucket_of(lag: int) -> str:
@@ -50,7 +51,7 @@ def test_accounting_of_tokens_matches_the_loop(seed, count, share):
     half = count // 2
     for part in (slice(0, half), slice(half, count)):
         accounting.add_tokens(**{name: values[part] for name, values in tokens.items()})
-    found = accounting.metrics()
+    found = token_metrics(accounting)
 
     families = families_of(tokens["lag_N"], tokens["stripped_N"])
     if tokens["swapped_N"].any():
@@ -102,7 +103,7 @@ def test_metrics_of_trajectories_match_the_loop(seed, count, share):
 
 
 def test_nothing_collected_is_nothing_logged():
-    assert Accounting().metrics() == {}
+    assert token_metrics(Accounting()) == {}
 
 
 def one_token(accounting: Accounting, lag: int) -> None:
@@ -130,7 +131,7 @@ def test_what_is_merged_counts_like_ones_own():
     whole.add_boosted(tokens=2, freed=1, bound=0)
     part.add_boosted(tokens=2, freed=1, bound=1)
     whole.merge(part)
-    found = whole.metrics()
+    found = token_metrics(whole)
     assert found["offpolicy/tokens"] == 2
     assert found["boost/tokens"] == 4
     assert found["boost/freed_fraction"] == 0.5 and found["boost/bound_fraction"] == 0.25
@@ -139,4 +140,4 @@ def test_what_is_merged_counts_like_ones_own():
 def test_without_a_token_to_boost_there_are_no_fractions():
     accounting = Accounting()
     accounting.add_boosted(tokens=0, freed=0, bound=0)
-    assert accounting.metrics() == {}
+    assert token_metrics(accounting) == {}

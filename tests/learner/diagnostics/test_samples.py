@@ -7,11 +7,14 @@ from pathlib import Path
 import numpy as np
 from collated_groups import collated, make_groups
 
+from evolver_async.config import AdvantageConfig, LossConfig
 from evolver_async.schema import Role
+from learner.advantage.assign import Advantages
+from learner.advantage.shaped_rewards import rewards_of
 from learner.data.batch import LogProbs
-from learner.diagnostics.histograms import step_histograms
-from learner.diagnostics.samples import drop_oldest, write_samples
-from learner.diagnostics.step_result import Trained
+from learner.data.selection import Selected
+from learner.diagnostics.measure import Credit, Trained, step_histograms
+from learner.diagnostics.step_rows import drop_oldest, write_samples
 from learner.loss.accounting import Accounting
 from learner.state import LearnerState
 
@@ -27,7 +30,11 @@ def trained(seed: int) -> Trained:
     groups = make_groups(seed, 3, 4)
     batch = collated(groups)
     zeros = np.zeros_like(batch.mu_N)
-    return Trained(groups, batch, LogProbs(zeros, batch.mu_N, zeros), zeros)
+    none_P = np.zeros_like(batch.stripped_P)
+    rewards = rewards_of(batch, LogProbs(zeros, zeros, zeros), LossConfig(), AdvantageConfig())
+    advantages = Advantages(zeros, zeros, ~none_P, set(), 0.0)
+    credit = Credit(LogProbs(zeros, batch.mu_N, zeros), None, rewards, advantages, none_P)
+    return Trained("rl", groups, groups, Selected(groups, {}), batch, credit=credit)
 
 
 def test_a_sample_has_the_turn_of_every_part_and_the_versions_of_every_turn(tmp_path: Path) -> None:
@@ -35,7 +42,7 @@ def test_a_sample_has_the_turn_of_every_part_and_the_versions_of_every_turn(tmp_
         data = trained(seed)
         path = tmp_path / "samples" / f"{seed}.jsonl"
         write_samples(path, Spelling(), data, 4)
-        by_id = {t.trajectory_id: t for group in data.groups for t in group.trajectories}
+        by_id = {t.trajectory_id: t for group in data.chosen.groups for t in group.trajectories}
         lines = [json.loads(line) for line in path.read_text().splitlines()]
         assert lines and [one.name for one in path.parent.glob(".*")] == []
         for line in lines:

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from learner.loss.distill import forward_kl
+from learner.loss.terms import forward_kl
 
 
 def looped(teacher_V: list[float], student_V: list[float]) -> float:

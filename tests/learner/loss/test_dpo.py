@@ -20,9 +20,10 @@ from evolver_async.model import policy
 from evolver_async.schema import Group, Role, TurnFlag
 from learner.data.batch import Batch
 from learner.data.collate import Lag, collate
-from learner.diagnostics.step_result import StepResult
+from learner.data.selection import pairs
+from learner.diagnostics.measure import StepResult
 from learner.loss.accounting import Accounting
-from learner.loss.dpo import PreferenceLoss, dpo_loss, pair_signs, pairs
+from learner.loss.dpo import PreferenceLoss, dpo_loss, pair_signs
 from learner.state import LearnerState
 
 CPU = torch.device("cpu")
@@ -141,7 +142,7 @@ def test_a_stage_begins_at_log_2_and_comes_to_prefer_the_better(tiny, tmp_path):
     made.begin_stage(stage, 0)
 
     def take() -> StepResult:
-        outcome = made.dpo(stage, data(), state, FORKS, 9)
+        outcome = made.step("dpo", stage, data(), state, FORKS, 9)
         state.take += 1
         return outcome
 
@@ -165,7 +166,7 @@ def test_with_its_likelihood_in_the_loss_the_better_member_becomes_likelier(tiny
         made, stage = updater(settings, tmp_path), stage_config(settings, 0)
         made.begin_stage(stage, 0)
         for _ in range(9):
-            outcome = made.dpo(stage, data(), state, FORKS, 9)
+            outcome = made.step("dpo", stage, data(), state, FORKS, 9)
             state.take += 1
         better[nll_coef] = outcome.metrics["dpo/better"]
     assert better[1.0] > max(better[0.0], 0)
@@ -175,7 +176,7 @@ def test_more_updates_than_pairs_cut_none(tiny, tmp_path):
     settings = settings_of(tiny, minibatches=9)
     made, stage = updater(settings, tmp_path), stage_config(settings, 0)
     made.begin_stage(stage, 0)
-    assert made.dpo(stage, data(), LearnerState(lineage=1), FORKS, 9).updates == 4
+    assert made.step("dpo", stage, data(), LearnerState(lineage=1), FORKS, 9).updates == 4
 
 
 def test_groups_without_a_difference_train_nothing_and_are_named(tiny, tmp_path):
@@ -183,7 +184,7 @@ def test_groups_without_a_difference_train_nothing_and_are_named(tiny, tmp_path)
     made, stage = updater(settings, tmp_path), stage_config(settings, 0)
     made.begin_stage(stage, 0)
     before = tensors(made.model)
-    outcome = made.dpo(stage, [group_of(7, [1, 1])], LearnerState(lineage=1), FORKS, 9)
+    outcome = made.step("dpo", stage, [group_of(7, [1, 1])], LearnerState(lineage=1), FORKS, 9)
     assert (outcome.trained, outcome.filtered, outcome.updates) == ([], {"zero_spread": [7]}, 0)
     assert same(before, tensors(made.model))
 
@@ -196,7 +197,7 @@ def test_the_reference_is_the_policy_at_the_stages_start_and_is_in_the_checkpoin
         made.begin_stage(stage_config(settings, index), index)
         assert made.reference is not None
         assert same(tensors(made.model), tensors(made.reference))
-        made.dpo(stage_config(settings, index), data(), state, FORKS, 1)
+        made.step("dpo", stage_config(settings, index), data(), state, FORKS, 1)
         assert not same(tensors(made.model), tensors(made.reference))
     (tmp_path / "c").mkdir()
     made.save(tmp_path / "c", state)

@@ -16,6 +16,7 @@ from evolver_async.config import CorrectionConfig, LossConfig
 from evolver_async.config.sections.learner import by_kind
 from learner.data.batch import Batch, LogProbs
 from learner.data.collate import Internalise
+from learner.diagnostics.measure import token_metrics
 from learner.loss.accounting import Accounting
 from learner.loss.correction import ActionTokens, Corrected, StepTokens, correction, reads_anchor
 from learner.loss.objective import Objective
@@ -136,7 +137,7 @@ def test_an_own_correction_sees_lag_place_and_group_and_logs_numbers(budget: int
         position_N.append(seen[int(batch.trajectory_N[token])])
         seen[int(batch.trajectory_N[token])] += 1
     late = [batch.lag_N[t] for t, place in zip(written, position_N, strict=True) if place]
-    found = Accounting.unpacked(accounting.packed()).metrics()
+    found = token_metrics(Accounting.unpacked(accounting.packed()))
     assert found["offpolicy/own/lag"] == pytest.approx(batch.lag_N.mean())
     assert found["offpolicy/own/position"] == pytest.approx(np.mean(position_N))
     assert found["offpolicy/own/group"] == pytest.approx(batch.group_P[batch.trajectory_N].mean())
@@ -174,7 +175,7 @@ def test_what_an_own_correction_prepares_sees_lag_place_and_group_of_the_whole_s
     group_N, expected = batch.group_P[batch.trajectory_N], np.full(len(batch.mu_N), -1.0)
     for token in np.flatnonzero(batch.position_N == 0):
         expected[token] = batch.lag_N[group_N == group_N[token]].max()
-    found = accounting.metrics()
+    found = token_metrics(accounting)
     assert found["offpolicy/own/prepared"] == pytest.approx(expected.mean())
     assert found["offpolicy/own/fits"] == 1.0
 
@@ -208,7 +209,7 @@ def test_an_update_over_mixed_data_matches_the_loop(kind, level, guided, seed, b
             total += float(value)
         expected = expected_loss(batch, data, correction, loss, tokens)
         assert total == pytest.approx(expected, rel=1e-5, abs=1e-6)
-    check_accounting(accounting.metrics(), batch, data, correction, loss)
+    check_accounting(token_metrics(accounting), batch, data, correction, loss)
 
 
 def check_accounting(
@@ -273,7 +274,7 @@ def test_masked_tokens_are_those_that_no_gradient_reaches():
     theta_N = torch.from_numpy(data["theta"][micro.index_N.numpy()]).requires_grad_()
     value, _ = objective(theta_N, -theta_N, micro, minibatch, accounting)
     (gradient_N,) = torch.autograd.grad(value, theta_N)
-    masked = accounting.metrics()["offpolicy/masked"]
+    masked = token_metrics(accounting)["offpolicy/masked"]
     assert 0 < masked == pytest.approx(float((gradient_N == 0).double().mean()))
 
 
@@ -290,7 +291,7 @@ def test_masked_tokens_stay_in_the_denominator_and_are_counted(kind):
         settings = by_kind(CorrectionConfig(kind=kind, low=low, high=high), LossConfig())
         objective = objective_of(batch, data, *settings)
         value, _ = objective(theta_N, -theta_N, micro, minibatch, accounting)
-        return float(value), accounting.metrics()["offpolicy/masked"]
+        return float(value), token_metrics(accounting)["offpolicy/masked"]
 
     assert masked(1.0, 1.0) == (0.0, 1.0)
     value, share = masked(0.9, 1.1)

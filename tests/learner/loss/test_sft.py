@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from evolver_async.config import Config, StageConfig
-from learner.loss.sft import sft_loss
+from learner.loss.terms import sft_loss
 from learner.schedule import Stages
 
 

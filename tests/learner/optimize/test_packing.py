@@ -275,7 +275,7 @@ def stepped(kind: str, settings: Config, run_dir: Path) -> tuple[Updater, dict[s
     groups = make_groups(7, 4, 3, sequences=3, scripted=kind == "sft")
     state = LearnerState(**STATE)
     if kind == "sft":
-        return made, made.sft(stage, groups, state, 1).metrics
+        return made, made.step("sft", stage, groups, state, {}, 1).metrics
     return made, getattr(made, kind)(stage, groups, state, FORKS, 1).metrics
 
 
@@ -494,7 +494,7 @@ def test_a_budget_is_measured_again_when_a_critic_has_come(paths, tmp_path, monk
     made = updater(settings, tmp_path)
     stage = stage_config(settings, 0)
     made.begin_stage(stage, 0)
-    made.rl(stage, make_groups(2, 2, 2), LearnerState(**STATE), FORKS, 1)
+    made.step("rl", stage, make_groups(2, 2, 2), LearnerState(**STATE), FORKS, 1)
     assert made.critic is not None and made.stepper.passes.token_budget(stage, made.critic) == 256
     assert made.stepper.passes.token_budget(stage, None) == 128, (
         "less than before there was a critic"

@@ -29,7 +29,7 @@ NAME, RUN = "rl", "run"
 def die_while_writing(rank: int, directory: Path, victims: Collection[int]) -> None:
     """Take a step, save, and die in the middle of the next checkpoint."""
     torch.set_num_threads(1)
-    settings, method, data = settings_of(NAME, directory)
+    settings, kind, data = settings_of(NAME, directory)
     stage = stage_config(settings, 0)
     out = directory / f"of-{rank}"
     out.mkdir()
@@ -51,8 +51,8 @@ def die_while_writing(rank: int, directory: Path, victims: Collection[int]) -> N
     if rank > 0:
         return follow(updater, lambda *_: stage, ranks)
     leader = Leader(updater, ranks)
-    leader.begin_stage(stage, 0)
-    getattr(leader, method)(stage, data, state, FORKS, 1)
+    leader.enter(stage, state)
+    leader.step(kind, stage, data, state, FORKS, 1)
     for take in (1, 2):
         state.take = take
         checkpoint.save(
