@@ -207,7 +207,7 @@ async def play_all(
     setting = setting_of(config, chat, "eval", 0)
     agents = make_agents(config, engine, chat)
     scorer = RewardScorer(config) if config.reward.terms else None
-    finished: list[Trajectory] = []
+    trajectories: list[Trajectory] = []
     failures: list[str] = []
     room = asyncio.Semaphore(config.engine.slots)
 
@@ -235,7 +235,7 @@ async def play_all(
                 for one in played:
                     if scorer is not None:
                         await scorer.score(task, one, setting, graded=False)
-                    finished.append(one.trajectory)
+                    trajectories.append(one.trajectory)
             except (EnvironmentFailure, EpisodeLate, JudgementMissing, Unscorable) as failure:
                 failures.append(f"{task.task_id}: {failure}")
 
@@ -253,4 +253,4 @@ async def play_all(
     await engine.close()
     if failures:
         raise ValueError(f"{len(failures)} of {len(drawn)} episodes failed, {failures[0]}")
-    return finished
+    return trajectories

@@ -1,7 +1,7 @@
 """Postprocessing of episodes: judging, delivery to the buffer, contribution to the experience pool.
 
 It runs beside the rollouts: an actor's capacity is free again when the episodes are over, also
-while a judge still labels them.
+while a judge still labels them. Delivery continues after the end of a ticket.
 """
 
 import asyncio
@@ -9,6 +9,8 @@ import contextlib
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 import numpy as np
 from msgspec.structs import replace
@@ -20,7 +22,6 @@ from actors.experience.guide import ExperienceGuide
 from actors.failures import FailureCounts, unread
 from actors.first_reply import FirstReply
 from actors.judge.judge import Judge, JudgedEpisode
-from actors.outbox import Outbox
 from actors.progress import TicketProgress
 from actors.questioning.grade import regrade
 from actors.questioning.questioner import Questioner
@@ -31,8 +32,11 @@ from actors.rollout.episode import EpisodeLate
 from actors.rollout.episode_config import Setting
 from actors.rollout.finished import Finished
 from actors.scripted.reflection import Reflector
-from evolver_async.metrics.activity import JUDGING
-from evolver_async.schema import Ticket
+from evolver_async.metrics.activity import DELIVERING, JUDGING, ActivityClock
+from evolver_async.protocol import messages
+from evolver_async.protocol.bounded import WireError
+from evolver_async.schema import Ticket, Trajectory
+from evolver_async.transport.client import Client
 
 log = logging.getLogger(__name__)
 
@@ -75,6 +79,68 @@ class ActorComponents:
         for component in self._made():
             await component.close()
         self.idle.processes.close()
+
+
+class Outbox:
+    """Finished trajectories of one ticket. `delivered`: members whose delivery is acknowledged.
+
+    `failures` counts trajectories that cannot be sent.
+    """
+
+    def __init__(
+        self, client: Client, clock: ActivityClock, ticket: Ticket, failures: FailureCounts
+    ) -> None:
+        self.delivered: set[int] = set()
+        self._client = client
+        self._clock = clock
+        self._ticket = ticket
+        self._failures = failures
+        self._sending: set[asyncio.Task[Any]] = set()
+
+    @property
+    def missing(self) -> list[int]:
+        """Members of the ticket that are not delivered."""
+        return sorted(set(self._ticket.members) - self.delivered)
+
+    def send(self, trajectory: Trajectory) -> "asyncio.Task[Any]":
+        """Send a trajectory; the task ends when the buffer has stored it.
+
+        It may raise Rejected, or EnvironmentFailure if the trajectory is too large to send.
+        """
+        task = asyncio.create_task(self._push(trajectory), name=trajectory.trajectory_id)
+        self._sending.add(task)
+        task.add_done_callback(partial(self._sent, trajectory.member))
+        return task
+
+    async def _push(self, trajectory: Trajectory) -> Any:
+        try:
+            with self._clock.during(DELIVERING):
+                return await self._client.request(messages.Push(trajectory=trajectory))
+        except WireError as error:
+            task = self._ticket.task
+            where = f"task {task.task_id}, member {trajectory.member}"
+            failure = EnvironmentFailure(task.env, where, "sending the episode", error)
+            self._failures.note(failure.kind, failure.name, failure.error)
+            raise failure from error
+
+    async def settle(self, within_s: float) -> None:
+        """Wait at most `within_s` for outstanding replies, then cancel them."""
+        under_way = set(self._sending)
+        if not under_way:
+            return
+        _, late = await asyncio.wait(under_way, timeout=within_s)
+        for task in late:
+            log.warning("trajectory %s was not taken in %.1f s", task.get_name(), within_s)
+            task.cancel()
+
+    def _sent(self, member: int, task: "asyncio.Task[Any]") -> None:
+        self._sending.discard(task)
+        if task.cancelled():
+            return
+        if task.exception() is None:
+            self.delivered.add(member)
+        else:
+            log.error("trajectory %s: %s", task.get_name(), task.exception())
 
 
 @dataclass(eq=False)

@@ -15,8 +15,12 @@ from actors.engines.weight_sync import WeightSync
 from actors.envs.tool_server import close_tool_servers
 from actors.formats.chat import Chat
 from actors.lease_request import ActorReplaced, LeaseRequest
-from actors.outbox import Outbox
-from actors.postprocess import ActorComponents, TicketPostprocessing, release_reason
+from actors.postprocess import (
+    ActorComponents,
+    Outbox,
+    TicketPostprocessing,
+    release_reason,
+)
 from actors.progress import TicketProgress, renewal
 from actors.reporter import Reporter
 from actors.rollout.environment import abandoned_closed

@@ -5,7 +5,7 @@ that it was sampled in is kept beside them, because some corrections compare the
 keeps the rows and has the stripped ones beside them.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -20,7 +20,8 @@ from evolver_async.model.grammar import GrammarError, Grammars
 from evolver_async.randomness import uniform
 from evolver_async.schema import Array, Group, Role, Sequence, Trajectory, WeightId
 from learner.data.batch import Batch
-from learner.data.copied import Decode, copies
+
+Decode = Callable[[list[int]], str]
 
 
 @dataclass(frozen=True)
@@ -35,12 +36,12 @@ class Lag:
     abandoned: bool = False
 
 
-def lag_table(groups: list[Group], now: WeightId, forks: dict[int, Fork]) -> dict[WeightId, Lag]:
+def lag_table(groups: list[Group], head: WeightId, forks: dict[int, Fork]) -> dict[WeightId, Lag]:
     """Return the lag of every weight id that sampled a token of `groups`, which are of one take.
 
-    It counts from the weights that the take was first chosen for; for a new take these are `now`.
+    It counts from the weights that the take was first chosen for; for a new take these are `head`.
     """
-    head = groups[0].head or now
+    head = groups[0].head or head
     sampled = {
         run.weights
         for group in groups
@@ -90,12 +91,12 @@ class Collator:
         self,
         groups: list[Group],
         experience: ExperienceConfig,
-        now: WeightId,
+        head: WeightId,
         forks: dict[int, Fork],
         *,
         whole: bool,
     ) -> Batch:
-        """Make the batch of a take's groups, at least one. now, forks: see `lag_table`."""
+        """Make the batch of a take's groups, at least one. head, forks: see `lag_table`."""
         none, copied = experience.internalise == "none", None
         if experience.keep_copied and not none:
             copied = partial(copies, decode=self.decode, least=experience.keep_copied)
@@ -105,13 +106,60 @@ class Collator:
             teaches=experience.internalise == "distill",
             copies=copied,
         )
-        lags = lag_table(groups, now, forks)
+        lags = lag_table(groups, head, forks)
         return collate(groups, lags, internalise, whole_groups=whole, grammars=self.grammars)
 
 
 def guided(trajectory: Trajectory) -> bool:
     """Return True if some context of the trajectory holds EXPERIENCE tokens."""
     return any(sequence.guided for sequence in trajectory.sequences)
+
+
+def copies(trajectory: Trajectory, decode: Decode, least: int) -> bool:
+    """Return True if some action repeats `least` characters known from the experience alone.
+
+    A password or a map that changes with the task is of no use in the weights: a policy that trains
+    without the experience would memorise it.
+    """
+    return any(_copies(sequence, decode, least) for sequence in trajectory.sequences)
+
+
+def _copies(sequence: Sequence, decode: Decode, least: int) -> bool:
+    """Compare every passage of `least` characters; its runs of one role are decoded apart.
+
+    A passage counts if an experience before the action holds it and no prompt or observation
+    before the action does.
+    """
+    if not sequence.guided:
+        return False
+    runs = list(_runs(sequence, decode))
+    experience = {
+        one for role, text in runs if role == Role.EXPERIENCE for one in _passages(text, least)
+    }
+    shown: set[str] = set()
+    elsewhere: set[str] = set()
+    for role, text in runs:
+        found = experience.intersection(_passages(text, least))
+        if role == Role.EXPERIENCE:
+            shown |= found
+        elif role == Role.ACTION and found & shown - elsewhere:
+            return True
+        elif role in (Role.PROMPT, Role.OBSERVATION):
+            elsewhere |= found
+    return False
+
+
+def _runs(sequence: Sequence, decode: Decode) -> Iterator[tuple[Role, str]]:
+    """Yield the role and the text of every run of tokens of one role."""
+    starts = np.flatnonzero(np.diff(sequence.roles, prepend=255)).tolist()
+    for start, end in zip(starts, [*starts[1:], len(sequence)], strict=True):
+        yield Role(int(sequence.roles[start])), decode(sequence.tokens[start:end].tolist())
+
+
+def _passages(text: str, length: int) -> Iterator[str]:
+    """Yield the substrings of `length` characters that neither begin nor end with a space."""
+    parts = (text[start : start + length] for start in range(len(text) - length + 1))
+    return (part for part in parts if not (part[0].isspace() or part[-1].isspace()))
 
 
 def collate(

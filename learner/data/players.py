@@ -32,9 +32,9 @@ def groups_by_player(groups: list[Group], baseline: str) -> list[Group]:
             found.append(group)
             continue
         parts = [
-            _part(one, player)
-            for one in group.trajectories
-            for player in one.players
+            _part(trajectory, player)
+            for trajectory in group.trajectories
+            for player in trajectory.players
             if player.turns
         ]
         if baseline == "shared":
@@ -47,28 +47,28 @@ def groups_by_player(groups: list[Group], baseline: str) -> list[Group]:
     return found
 
 
-def _part(whole: Trajectory, player: Player) -> Trajectory:
+def _part(trajectory: Trajectory, player: Player) -> Trajectory:
     """Return a player's part of an episode; its turns are numbered anew, from 0."""
-    if len(whole.players) == 1:
-        return whole
-    number_K = np.full(len(whole.turn_rewards), -1, np.int16)
+    if len(trajectory.players) == 1:
+        return trajectory
+    number_K = np.full(len(trajectory.turn_rewards), -1, np.int16)
     number_K[player.turns] = np.arange(len(player.turns))
     sequences = []
-    for sequence in whole.sequences:
+    for sequence in trajectory.sequences:
         acting = sequence.turns[sequence.roles == Role.ACTION]
         # One without ACTION tokens is nobody's; it trains nothing.
         if not len(acting) or number_K[acting[0]] >= 0:
             turns = np.where(sequence.turns >= 0, number_K[sequence.turns], np.int16(-1))
             sequences.append(replace(sequence, turns=turns))
     return replace(
-        whole,
+        trajectory,
         sequences=sequences,
         reward=player.reward,
         success=player.success,
-        turn_rewards=whole.turn_rewards[player.turns],
-        turn_flags=whole.turn_flags[player.turns],
-        labels=whole.labels[player.turns],
-        grammars=[*_grammars(whole.grammars, number_K.tolist())],
+        turn_rewards=trajectory.turn_rewards[player.turns],
+        turn_flags=trajectory.turn_flags[player.turns],
+        labels=trajectory.labels[player.turns],
+        grammars=[*_grammars(trajectory.grammars, number_K.tolist())],
         players=[replace(player, turns=[*range(len(player.turns))])],
     )
 

@@ -18,8 +18,7 @@ from learner.advantage.group_relative import unlabelled_groups
 from learner.advantage.shaped_rewards import Rewards, overlong, penalises, reward_kl
 from learner.data.batch import Batch, LogProbs, Values
 from learner.data.players import NON_FINITE, TARGET_KL, TRUNCATED, fates
-from learner.data.resampling import resampling_metrics
-from learner.data.selection import Selected
+from learner.data.selection import Selected, resampling_metrics
 from learner.diagnostics.rollouts import group_signals, taken_metrics
 from learner.loss.accounting import OWN, Accounting, kl_of
 from learner.loss.correction import scales_lr

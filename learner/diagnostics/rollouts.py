@@ -8,8 +8,7 @@ from evolver_async.config import Config
 from evolver_async.rewards import alike, player_means, term_means
 from evolver_async.schema import FAILED_CALL, Array, Group, Role, TurnFlag
 from learner.data.collate import guided
-from learner.data.resampling import flagged, tool_calls
-from learner.data.selection import reward_spread
+from learner.data.selection import flagged, reward_spread, tool_calls
 
 UNREADABLE = np.uint8(TurnFlag.FORMAT_ERROR | FAILED_CALL)
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from actors.envs.bandit import Bandit
 from actors.envs.grid.frozen_lake import FrozenLake
-from actors.outbox import Outbox
+from actors.postprocess import Outbox
 from evolver_async.env import Step
 from evolver_async.protocol import messages
 from evolver_async.schema import Task

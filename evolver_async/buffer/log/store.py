@@ -36,7 +36,7 @@ class BufferStore:
         self.replay = state.replay
         self.journal = journal
         self.leases = leases
-        self.bodies: dict[int, dict[int, Trajectory]] = {}
+        self.cached: dict[int, dict[int, Trajectory]] = {}
         self.censoring = Censoring()
         self.now = now  # the time of the next record
         self.spare = True  # segments may have become dispensable since the last commit
@@ -65,7 +65,7 @@ class BufferStore:
         if before:
             self._note_changes(before, record)
         if trajectory is not None:
-            group = self.bodies.setdefault(trajectory.group_id, {})
+            group = self.cached.setdefault(trajectory.group_id, {})
             group[trajectory.member] = trajectory
 
     def commit(self) -> None:
@@ -108,7 +108,7 @@ class BufferStore:
     def forget(self, group_id: int) -> None:
         """Drop the leases and the cached trajectories of a group."""
         self.leases.close(group_id)
-        self.bodies.pop(group_id, None)
+        self.cached.pop(group_id, None)
 
     def sweep(self, cause: str = "") -> None:
         """Evict groups that are too old: open ones for their age, ready ones as stale.
@@ -127,16 +127,16 @@ class BufferStore:
 
     def forget_gone(self) -> None:
         """Forget the groups that are held no more."""
-        known = {*self.bodies, *self.leases.vacant, *(lease.group_id for lease in self.leases)}
+        known = {*self.cached, *self.leases.vacant, *(lease.group_id for lease in self.leases)}
         for group_id in known - self.replay.at.groups.keys():
             self.forget(group_id)
 
     def trajectories(self, held: HeldGroup) -> list[Trajectory]:
         """The members of a group in order, from memory or from the journal."""
-        bodies = self.bodies.get(held.group_id, {})
+        cached = self.cached.get(held.group_id, {})
         return [
-            bodies[member]
-            if member in bodies
+            cached[member]
+            if member in cached
             else unwrap(Parcel(self.journal.read(facts.location), facts.location[-1]))
             for member, facts in sorted(held.arrived.items(), key=lambda item: item[0])
         ]

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from evolver_async.schema import Role, Sequence, Trajectory, VersionRun, WeightId
-from learner.data.copied import copies
+from learner.data.collate import copies
 
 P, E, A, SEEN = Role.PROMPT, Role.EXPERIENCE, Role.ACTION, Role.OBSERVATION
 WEIGHTS = WeightId(lineage=1, step=0)

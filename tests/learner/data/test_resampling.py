@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from selectable_groups import SEQUENCE, make_group
 
 from evolver_async.schema import Group, TurnFlag
-from learner.data.resampling import LEAST, counts, penalty, resampled
+from learner.data.selection import LEAST, counts, penalty, resampled
 
 CLEAN, FORMAT, INVALID = 0, int(TurnFlag.FORMAT_ERROR), int(TurnFlag.INVALID_ACTION)
 CALL, TOOL = int(TurnFlag.TOOL_CALL), int(TurnFlag.TOOL_CALL | TurnFlag.TOOL_ERROR)

@@ -11,8 +11,13 @@ from selectable_groups import make_group
 from evolver_async.config import SelectionConfig
 from evolver_async.errors import TrainingError
 from evolver_async.schema import Group, TurnFlag
-from learner.data.resampling import resampling_metrics
-from learner.data.selection import Selected, advantage_scale, reward_spread, select
+from learner.data.selection import (
+    Selected,
+    advantage_scale,
+    resampling_metrics,
+    reward_spread,
+    select,
+)
 
 
 def make_groups(rewards: list[list[float]]) -> list[Group]:
