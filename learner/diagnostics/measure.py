@@ -174,11 +174,15 @@ def credit_metrics(batch: Batch, credit: Credit, stage: Config) -> dict[str, flo
         metrics["experience/reliance"] = float(reliance_P[stripped_P].mean())
     if stage.experience.keep_copied and batch.guided_P.any():
         metrics["experience/kept_copied"] = float(batch.copied_P[batch.guided_P].mean())
-    if stage.judge.kind != "none":
-        given_U = batch.label_U != 0
-        metrics["judge/labelled_share"] = float(given_U.mean()) if len(given_U) else 0.0
-        if given_U.any():
-            metrics["judge/good_share"] = float((batch.label_U[given_U] > 0).mean())
+    return metrics | (label_metrics(batch.label_U) if stage.judge.kind != "none" else {})
+
+
+def label_metrics(label_U: Array) -> dict[str, float]:
+    """Return the share of turns that the judge labelled, and the share of GOOD among these."""
+    given_U = label_U != 0
+    metrics = {"judge/labelled_share": float(given_U.mean()) if len(given_U) else 0.0}
+    if given_U.any():
+        metrics["judge/good_share"] = float((label_U[given_U] > 0).mean())
     return metrics
 
 

@@ -503,7 +503,7 @@ class Simulation:
         everything = [held for kind in KINDS for held in replay.live(kind)]
         assert self.world.store.state.tasks.pool_size() <= 12
         assert replay.bytes == sum(held.bytes for held in everything)
-        assert set(self.world.store.bodies) <= {held.group_id for held in everything}
+        assert set(self.world.store.cached) <= {held.group_id for held in everything}
         for held in everything:
             lags = [version_lag(replay.at.head, one, replay.at.forks) for one in held.sampled]
             assert replay.lag(held) == max(lags, default=0)

@@ -45,7 +45,7 @@ def test_what_explored_is_counted_and_not_kept(tmp_path):
     world = exploring(tmp_path)
     (ticket,) = (t for t in world.lease(credit=1) if t.kind == "explore")
     world.push(ticket, 0)
-    assert world.store.bodies == {}
+    assert world.store.cached == {}
     assert isinstance(world.push(ticket, 0), messages.Dup)
     world.push(ticket, 1)
     ledger = world.store.state.ledger

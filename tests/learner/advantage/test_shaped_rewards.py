@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evolver_async.config import AdvantageConfig, LossConfig
-from learner.advantage.shaped_rewards import Rewards, label_metrics, overlong, rewards_of
+from learner.advantage.shaped_rewards import Rewards, overlong, rewards_of
 from learner.data.batch import LogProbs
 
 
@@ -56,26 +56,17 @@ def test_a_kl_is_subtracted_from_every_turn_and_from_the_outcome_of_its_trajecto
     assert before.turn_reward_U.tolist() == [0.25, 0.75, 0.0]  # untouched
 
 
-def test_lengths_within_the_limit_change_nothing_and_no_limit_measures_nothing():
+def test_lengths_within_the_limit_change_nothing():
     batch = collated(make_groups(0, 3, 2))
     logprobs = LogProbs(batch.mu_N, batch.mu_N, batch.mu_N)
     lengths = batch.length_P
     assert lengths.max() > 2
-    usual, metrics = rewards_of(batch, logprobs, LossConfig(), AdvantageConfig())
-    assert metrics == {} and usual.reward_P is batch.reward_P
+    usual = rewards_of(batch, logprobs, LossConfig(), AdvantageConfig())
+    assert usual.reward_P is batch.reward_P
     settings = AdvantageConfig(overlong_limit=100, overlong_cache=10)
-    same, metrics = rewards_of(batch, logprobs, LossConfig(), settings)
+    same = rewards_of(batch, logprobs, LossConfig(), settings)
     assert same.reward_P.tolist() == batch.reward_P.tolist()
-    assert metrics == {"overlong/share": 0.0, "overlong/mean": 0.0}
     settings = AdvantageConfig(overlong_limit=4, overlong_cache=2)
-    shorter, metrics = rewards_of(batch, logprobs, LossConfig(), settings)
+    shorter = rewards_of(batch, logprobs, LossConfig(), settings)
     lost_P = np.clip((4 - 2 - lengths) / 2, -1, 0)
     assert shorter.reward_P.tolist() == (batch.reward_P + lost_P).tolist()
-    assert metrics == {"overlong/share": (lengths > 2).mean(), "overlong/mean": lost_P.mean()}
-
-
-def test_label_metrics_count_turns():
-    found = label_metrics(np.array([1, 0, -1, 1]))
-    assert found == {"judge/labelled_share": 0.75, "judge/good_share": 2 / 3}
-    assert label_metrics(np.array([0])) == {"judge/labelled_share": 0.0}
-    assert label_metrics(np.array([])) == {"judge/labelled_share": 0.0}

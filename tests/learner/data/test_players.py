@@ -175,7 +175,7 @@ def test_advantages_are_those_of_the_definition(
     result = step(settings(tiny, baseline, kind), tmp_path, taken)
     assert result.data is not None
     data, seen = result.data, 0
-    parts = [one for group in data.groups for one in group.trajectories]
+    parts = [one for group in data.chosen.groups for one in group.trajectories]
     wanted = {one.group_id: oracle(baseline, kind, one) for one in taken}
     for index, part in enumerate(parts):
         advantage = wanted[part.group_id][part.member, part.part]

@@ -452,8 +452,13 @@ def test_a_budget_is_measured_on_a_gpu_alone(paths, tmp_path):
     made = updater(settings, tmp_path)
     if not torch.cuda.is_available():
         with pytest.raises(TrainingError, match=r"learner\.token_budget"):
-            made.rl(
-                stage_config(settings, 0), make_groups(1, 2, 2), LearnerState(**STATE), FORKS, 1
+            made.step(
+                "rl",
+                stage_config(settings, 0),
+                make_groups(1, 2, 2),
+                LearnerState(**STATE),
+                FORKS,
+                1,
             )
 
 

@@ -1,4 +1,4 @@
-"""The off-policy numbers of a step against loops, for every family of tokens and trajectories."""
+"""Numbers of a step against loops: those of every family of tokens and trajectories, and credit."""
 
 import math
 from dataclasses import replace
@@ -6,11 +6,21 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from budget import examples
-from collated_groups import collated, make_groups
+from collated_groups import ALWAYS, collated, make_groups
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from learner.diagnostics.measure import token_metrics, trajectory_metrics
+from evolver_async.config import AdvantageConfig, Config
+from learner.advantage.assign import Advantages
+from learner.advantage.shaped_rewards import rewards_of
+from learner.data.batch import Batch, LogProbs
+from learner.diagnostics.measure import (
+    Credit,
+    credit_metrics,
+    label_metrics,
+    token_metrics,
+    trajectory_metrics,
+)
 from learner.loss.accounting import Accounting
 
 
@@ -141,3 +151,44 @@ def test_without_a_token_to_boost_there_are_no_fractions():
     accounting = Accounting()
     accounting.add_boosted(tokens=0, freed=0, bound=0)
     assert token_metrics(accounting) == {}
+
+
+def credit_of(batch: Batch, stage: Config, **logprobs: np.ndarray) -> Credit:
+    """Credit of a batch whose advantages are 0 and whose trajectories all train."""
+    zero_N, none_P = np.zeros_like(batch.mu_N), np.zeros_like(batch.stripped_P)
+    scored = LogProbs(**{"anchor_N": zero_N, "old_N": zero_N, "reference_N": zero_N} | logprobs)
+    rewards = rewards_of(batch, scored, stage.loss, stage.advantage)
+    advantages = Advantages(zero_N, zero_N, ~none_P, set(), 0.0)
+    return Credit(scored, None, rewards, advantages, none_P)
+
+
+def test_overlong_penalties_are_measured_where_there_is_a_limit() -> None:
+    batch, stage = collated(make_groups(0, 3, 2)), Config()
+    assert batch.length_P.max() > 2
+    assert credit_metrics(batch, credit_of(batch, stage), stage) == {}
+    for limit, cache in ((100, 10), (4, 2)):
+        stage.advantage = AdvantageConfig(overlong_limit=limit, overlong_cache=cache)
+        lost_P = np.clip((limit - cache - batch.length_P) / cache, -1, 0)
+        assert credit_metrics(batch, credit_of(batch, stage), stage) == {
+            "overlong/share": (lost_P < 0).mean(), "overlong/mean": lost_P.mean()
+        }  # fmt: skip
+
+
+def test_reliance_is_measured_whatever_its_coefficient() -> None:
+    batch, stage = collated(make_groups(1, 5, 4), ALWAYS), Config()
+    sampled_N = np.random.default_rng(0).normal(size=len(batch.mu_N)).astype(np.float32)
+    credit = credit_of(batch, stage, sampled_N=sampled_N)
+    leaned = [
+        max(0.0, sampled_N[batch.trajectory_N == p].mean())
+        for p in np.flatnonzero(batch.stripped_P & (batch.length_P > 0))
+    ]
+    found = credit_metrics(batch, credit, stage)
+    assert found == {"experience/reliance": pytest.approx(np.mean(leaned), rel=1e-5)}
+    assert credit_metrics(batch, credit_of(batch, stage), stage) == {}, "nothing was scored"
+
+
+def test_label_metrics_count_turns():
+    found = label_metrics(np.array([1, 0, -1, 1]))
+    assert found == {"judge/labelled_share": 0.75, "judge/good_share": 2 / 3}
+    assert label_metrics(np.array([0])) == {"judge/labelled_share": 0.0}
+    assert label_metrics(np.array([])) == {"judge/labelled_share": 0.0}
