@@ -61,7 +61,7 @@ class _ScoringProcess(ChildProcess):
     """One process, seen from the actor."""
 
     def __init__(self) -> None:
-        super().__init__("actors.rewards.worker", LARGEST_REPLY)
+        super().__init__("actors.rewards.term_process", LARGEST_REPLY)
         self._loaded: set[str] = set()
 
     def load(self, path: str) -> None:

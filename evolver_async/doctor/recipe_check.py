@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from evolver_async.config import Config
-from evolver_async.config.sections.channel import channel, versions_kept
+from evolver_async.config.sections.weight_channel import channel, versions_kept
 from evolver_async.doctor.probes.result import FLASH_CAPABILITY, ProbeResult
 from evolver_async.memory.bounds import (
     MASTER_BYTES,
@@ -19,7 +19,7 @@ from evolver_async.memory.bounds import (
     training_bytes,
     weight_bytes,
 )
-from evolver_async.memory.gpus import gpu_demands, gpus_used
+from evolver_async.memory.gpu_needs import gpu_demands, gpus_used
 from evolver_async.memory.units import gib, stored
 
 

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from actors.envs.adapters.reasoning_gym_env import ReasoningGym
-from actors.envs.adapters.textarena_env import TextArena
+from actors.adapters.reasoning_gym_env import ReasoningGym
+from actors.adapters.textarena_env import TextArena
 from actors.envs.base import EnvError, Limited, Probed, Solvable, make_env
 from evolver_async.config.sections.rollout import EnvConfig
 from evolver_async.schema import Task

@@ -12,12 +12,12 @@ from episodes import ticket
 from gymnasium import spaces
 from virtual_time import virtually
 
-from actors.envs.adapters.gymnasium_env import Gymnasium, GymnasiumTable, text_of, uncoloured
+from actors.adapters.gymnasium_env import Gymnasium, GymnasiumTable, text_of, uncoloured
 from actors.envs.base import EnvError, Measurable, Rewindable, Solvable, make_env
 from actors.envs.exact import exact
 from actors.envs.grid.cliff_walking import CliffWalking
-from actors.progress import TicketProgress
 from actors.rollout.environment import TimedEnvironment
+from actors.ticket_progress import TicketProgress
 from evolver_async.schema import Task
 from evolver_async.splits import SPLITS, split_of
 

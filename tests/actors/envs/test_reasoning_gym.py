@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import sympy
 
+from actors.adapters.reasoning_gym_env import INTERIOR, ReasoningGym
+from actors.adapters.reasoning_gym_scorer import READY, evaluate
 from actors.checks.config import check
-from actors.envs.adapters.reasoning_gym_env import INTERIOR, ReasoningGym
-from actors.envs.adapters.reasoning_gym_scorer import READY, evaluate
 from actors.envs.base import make_env
-from actors.sandbox.pool import KILLED, SandboxPool
+from actors.sandbox.interpreters import KILLED, SandboxPool
 from actors.sandbox.process import Result
 from evolver_async.config import ConfigError
 from evolver_async.config.load import load
@@ -159,7 +159,7 @@ def test_an_entry_with_numbers_of_numpy_is_scored() -> None:
 def test_a_host_that_cannot_confine_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     env = ReasoningGym(dataset="gcd")
     env.probe()
-    monkeypatch.setattr("actors.sandbox.pool.routes", lambda: ["bwrap"])
+    monkeypatch.setattr("actors.sandbox.interpreters.routes", lambda: ["bwrap"])
     monkeypatch.setenv("PATH", "")
     with pytest.raises(ValueError, match=re.escape("env.name: reasoning_gym needs a sandbox")):
         env.probe()

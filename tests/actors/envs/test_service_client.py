@@ -14,10 +14,10 @@ from episodes import ticket
 from launches import fair_time
 from openai_server import Reply, closed_url, cut, dripping, dropped, garbage, silence, status
 
+from actors.adapters import agentevolver_service, service_client
+from actors.adapters.agentevolver_service import CUT, AgentEvolver, AgentEvolverCode
+from actors.adapters.service_client import EnvironmentService, ServiceError, drain
 from actors.checks.config import check
-from actors.envs.adapters import agentevolver_service, service_client
-from actors.envs.adapters.agentevolver_service import CUT, AgentEvolver, AgentEvolverCode
-from actors.envs.adapters.service_client import EnvironmentService, ServiceError, drain
 from actors.envs.base import (
     Concluding,
     EnvError,
@@ -28,8 +28,8 @@ from actors.envs.base import (
     make_env,
 )
 from actors.formats.tool_calls import canonical
-from actors.progress import TicketProgress
 from actors.rollout.environment import TimedEnvironment
+from actors.ticket_progress import TicketProgress
 from evolver_async.config import ConfigError
 from evolver_async.config.load import load
 from evolver_async.schema import Task

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from transformers import Gemma3TextConfig, LlamaConfig, PretrainedConfig, Qwen3Config
 from transformers.models.auto import AutoModelForCausalLM
 
-from actors.engines.base import Request
+from actors.engines.engine import Request
 from actors.engines.torch_engine import TorchEngine
 from evolver_async.config import Config, StageConfig
 from evolver_async.config.load import dump, load_written
