@@ -1,8 +1,8 @@
 """Embedder by an OpenAI-compatible endpoint: `POST url/embeddings`.
 
 Answers are untrusted, as those of `actors/llm/endpoint_client.py`, whose failures these are. Calls
-block, as every embedder does: the service has no answer without the vector. The circuit breaker keeps an
-endpoint that is down from being waited for with every question.
+block, as every embedder does: the service has no answer without the vector. The circuit breaker
+keeps an endpoint that is down from being waited for with every question.
 """
 
 import time

@@ -8,7 +8,7 @@
 Like the buffer it runs under `transport.Server`: replies are sent after `commit`. All RETRIEVEs
 that arrive together are answered in `commit`, with one search. A contribution that arrives twice
 counts once. Only training tasks contribute. While this process is down, episodes are unguided; the
-pool is on disk (`store.py`).
+pool is on disk (`pool_file.py`).
 """
 
 import asyncio

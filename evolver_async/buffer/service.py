@@ -1,7 +1,7 @@
 """The buffer process: answers every request from the durable state.
 
 Each request is decided here or in `actor_requests` and `learner_requests`, recorded in the
-journal and applied; replies leave only after `commit`. No socket and no clock: `transport.server`
+journal and applied; replies leave only after `commit`. No socket and no clock: `wire.server`
 calls `handle`, `commit` and `tick` with the time.
 
 Nothing is lost: an ACK, a ticket or a take leaves after its record was synced, and repetitions are

@@ -35,7 +35,7 @@ class Requirement:
 def requirements(config: Config, results: Mapping[str, ProbeResult]) -> list[Requirement]:
     """Check every key that requires something special of the machine.
 
-    `results` are by the names of `probes.run.PROBES`: `shared memory` is that of `weights.dir`,
+    `results` are by the names of `probe_main.PROBES`: `shared memory` is that of `weights.dir`,
     `disk` that of `run.dir`, `model` that of the policy.
     """
     machine, model = Machine(config, results), results["model"]

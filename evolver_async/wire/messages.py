@@ -82,7 +82,7 @@ class Receipts(Message, tag="receipts"):
 class Hello(Message, tag="hello"):
     """First message of a process; claims the sender's name. `tokenizer`: hash of a loaded one.
 
-    `versions`: those of its code and packages, from `process.versions`.
+    `versions`: those of its code and packages, from `process.package_versions`.
     """
 
     role: str

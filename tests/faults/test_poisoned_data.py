@@ -18,7 +18,7 @@ from evolver_async.config import SelectionConfig, StageConfig
 from evolver_async.config.load import stage_config
 from evolver_async.errors import TrainingError
 from evolver_async.metrics import alerts
-from evolver_async.metrics.alarms import firing
+from evolver_async.metrics.alarm_rows import firing
 from evolver_async.model import policy
 from evolver_async.schema import Sequence, Ticket, Trajectory, WeightId
 from evolver_async.wire import messages

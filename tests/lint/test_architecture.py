@@ -89,16 +89,16 @@ HOMES: dict[str, tuple[str, ...]] = {
     "msgpack": ("evolver_async.wire.bounded",),
     "torch": (
         "evolver_async.model.policy",
-        "evolver_async.model.prefix_trees",
+        "evolver_async.model.rows.prefix_trees",
         "evolver_async.model.row_checks",
         "evolver_async.model.attention",
-        "evolver_async.model.borders",
+        "evolver_async.model.rows.borders",
         "evolver_async.model.gguf",
-        "evolver_async.model.lean",
-        "evolver_async.model.tree_attention",
+        "evolver_async.model.cpu.lean",
+        "evolver_async.model.cpu.tree_attention",
         "evolver_async.model.lora",
         "evolver_async.model.precision",
-        "evolver_async.model.products",
+        "evolver_async.model.cpu.products",
         "evolver_async.model.projection",
         "evolver_async.model.tiny",  # the part of policy that makes the preset
         "evolver_async.checkpoint.shards",  # the part of a checkpoint that sees tensors

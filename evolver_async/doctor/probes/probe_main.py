@@ -1,7 +1,7 @@
 """Process of one probe: `python -m evolver_async.doctor.probes.probe_main NAME [ARG …]`.
 
 It prints one line of JSON, the ProbeResult. A library that crashes, hangs or prints affects only
-its own probe; `report.py` starts the processes, each with a deadline.
+its own probe; `capabilities.py` starts the processes, each with a deadline.
 """
 
 import sys

@@ -148,7 +148,7 @@ ENGINE = (
 class Mechanism:
     """Curves of one mechanism; a run with none of `marks` does not show it.
 
-    `name`: that of its text in `watch/cells.py`. `meaning`: a sentence on how to read the curves.
+    `name`: that of its text in `watch/row_texts.py`. `meaning`: a sentence on how to read the curves.
     """
 
     name: str

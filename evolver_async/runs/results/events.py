@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from evolver_async.metrics.alarms import PREFIX, alarm_spans
+from evolver_async.metrics.alarm_rows import PREFIX, alarm_spans
 from evolver_async.metrics.newest_lineage import key_of
 from evolver_async.runs.results.table import MetricTable
 

@@ -20,7 +20,7 @@ from evolver_async.config import Config, ConfigError
 from evolver_async.config.load import load_written, stage_config
 from evolver_async.files import parsed, write_whole
 from evolver_async.launch.run_directory import last_error, last_lines
-from evolver_async.metrics.alarms import alarms_line
+from evolver_async.metrics.alarm_rows import alarms_line
 from evolver_async.metrics.newest_lineage import current_rows, key_of
 from evolver_async.metrics.tail import Tail, last_rows
 from evolver_async.metrics.wandb_process import sync_of, url_of

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from evolver_async.durations import clock
-from evolver_async.metrics.alarms import firing
+from evolver_async.metrics.alarm_rows import firing
 from evolver_async.metrics.newest_lineage import RowKey, key_of, supersedes
 from evolver_async.wire.failure_totals import FailureTotal
 from evolver_async.runs.watch import throughput

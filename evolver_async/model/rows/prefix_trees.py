@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from evolver_async.model.borders import Array, Borders
-from evolver_async.model.tree_spans import Branch
+from evolver_async.model.rows.borders import Array, Borders
+from evolver_async.model.rows.tree_spans import Branch
 
 LEAST_SAVED = 16  # tokens that a shared segment must save; a shorter one is repeated
 

@@ -20,9 +20,11 @@ from transformers import (
     Qwen3Config,
 )
 
-from evolver_async.model import lean, lora, policy, row_checks, tree_spans
-from evolver_async.model.borders import Borders
-from evolver_async.model.prefix_trees import LEAST_SAVED, Merged, SortedRows, merge
+from evolver_async.model import lora, policy, row_checks
+from evolver_async.model.cpu import lean
+from evolver_async.model.rows import tree_spans
+from evolver_async.model.rows.borders import Borders
+from evolver_async.model.rows.prefix_trees import LEAST_SAVED, Merged, SortedRows, merge
 from evolver_async.model.tokenizer import ModelError
 
 CPU = torch.device("cpu")

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from evolver_async.model.tree_spans import Branch, Span, cut_spans, far_branches
+from evolver_async.model.rows.tree_spans import Branch, Span, cut_spans, far_branches
 
 SIMILAR = 0.75  # least length in a block, as a fraction of its longest row
 SHORT = 8  # tokens of a row that shares a block with all shorter ones

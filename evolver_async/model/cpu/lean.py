@@ -19,8 +19,8 @@ from transformers.models.llama.modeling_llama import LlamaModel
 from transformers.models.qwen2.modeling_qwen2 import Qwen2Model
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Model
 
-from evolver_async.model.borders import Borders
-from evolver_async.model.tree_attention import attend
+from evolver_async.model.cpu.tree_attention import attend
+from evolver_async.model.rows.borders import Borders
 
 FAMILIES = (LlamaModel, Qwen2Model, Qwen3Model)
 RECOMPUTED = "recomputed"  # attribute of a layer that is computed again in the backward pass
