@@ -5,7 +5,8 @@
 
 An episode waits at most `timeout_s`. After a question without an answer no other is asked for
 `OUTAGE_S`: during an outage episodes are unguided and counted. The texts are untrusted data, which
-`quoting.py` quotes. A backend answers: the experience service, or one of the user's (`own_backend.py`).
+`quoting.py` quotes. A backend answers: the experience service, or one of the user's
+(`own_backend.py`).
 """
 
 import asyncio

@@ -70,7 +70,7 @@ def load_function(key: str, path: str) -> OwnFunction:
 def arguments_of(
     own: OwnFunction, facts: EpisodeFacts, params: dict[str, Any]
 ) -> tuple[dict[str, Any], dict[str, int]]:
-    """Return the arguments of a call, and those that are made where it runs: see `term_process.py`."""
+    """Return the arguments of a call, and those that `term_process.py` makes where it runs."""
     steps = [run.weights.step for s in facts.trajectory.sequences for run in s.versions]
     given: dict[str, Any] = dict.fromkeys(GIVEN, max(steps, default=0))
     arguments = own.chosen(facts.arguments())

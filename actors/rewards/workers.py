@@ -28,8 +28,8 @@ class WorkerPool:
     ) -> tuple[Any, dict[str, float]]:
         """Return a function's result and the metrics that it logged.
 
-        `path`: module:function; `made`: see `term_process.py`. Raises Unscorable if the function raised,
-        ended its process or has not returned after `timeout_s`.
+        `path`: module:function; `made`: see `term_process.py`. Raises Unscorable if the function
+        raised, ended its process or has not returned after `timeout_s`.
         """
         worker = self._free.get()
         try:
