@@ -13,23 +13,24 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from evolver_async.checkpoint.directory import CheckpointError
-from evolver_async.checkpoint.directory import progress as writing
+from evolver_async.checkpoint.checkpoints import CheckpointError
+from evolver_async.checkpoint.checkpoints import progress as writing
 from evolver_async.config import Config
 from evolver_async.errors import EVALUATION_LOST, STOPPED, TrainingError
 from evolver_async.launch import run_directory
 from evolver_async.lineages import Fork
 from evolver_async.metrics.activity import OTHER
 from evolver_async.metrics.writer import Metrics, Timers
-from evolver_async.protocol import messages
 from evolver_async.room import await_room, lacks_room
 from evolver_async.schema import Group
-from evolver_async.transport.client import Client, Rejected
-from evolver_async.weights.channel.base import Publisher
+from evolver_async.weights.channel.interface import Publisher
+from evolver_async.wire import messages
+from evolver_async.wire.client import Client, Rejected
 from learner.diagnostics.collapse import Alarm, forget_totals, note
 from learner.diagnostics.measure import StepResult
 from learner.diagnostics.step_rows import StepRows
 from learner.diagnostics.stop_rules import Guard
+from learner.pass_progress import StepAbandoned
 from learner.ranks.mesh import Ranks
 from learner.run.buffer_client import Requests, Stopping
 from learner.run.checkpoint import Checkpoints
@@ -38,7 +39,6 @@ from learner.run.rank_server import Leader
 from learner.schedule import Clock, Stages, next_stage, reopen, stage_over
 from learner.state import NO_EVALUATION, LearnerState
 from learner.step import Updater
-from learner.step_progress import StepAbandoned
 
 log = logging.getLogger(__name__)
 

@@ -15,8 +15,8 @@ from evolver_async.files import make_own
 from evolver_async.launch import run_directory
 from evolver_async.metrics.alerts import alert
 from evolver_async.metrics.writer import Metrics
-from evolver_async.protocol.evaluations import EvalResult
-from evolver_async.protocol.failures import FailureTotal
+from evolver_async.wire.evaluation_results import EvalResult
+from evolver_async.wire.failure_totals import FailureTotal
 from learner.data.players import NON_FINITE, TARGET_KL
 from learner.diagnostics.collapse import Alarm, judge, judge_rates
 from learner.diagnostics.measure import StepResult

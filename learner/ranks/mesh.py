@@ -34,13 +34,13 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from evolver_async.config import ConfigError
 from evolver_async.model import policy
-from evolver_async.model.borders import Borders
+from evolver_async.model.rows.borders import Borders
 from evolver_async.schema import Array
 from evolver_async.weights.collective.process_group import environment, gpu_id
 from learner.data.batch import MicroBatch, Minibatch
 from learner.data.packing import Layout
+from learner.pass_progress import StepAbandoned, StepProgress
 from learner.ranks.layer_times import LayerTimes
-from learner.step_progress import StepAbandoned, StepProgress
 
 T = TypeVar("T")
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from evolver_async.checkpoint import directory as checkpoint
+from evolver_async.checkpoint import checkpoints as checkpoint
 from evolver_async.checkpoint import history, shards
 from evolver_async.study.rerun import RerunPlan
 from learner.checks import check

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from evolver_async.buffer.service import BufferService
-from evolver_async.checkpoint.directory import load_newest, valid
+from evolver_async.checkpoint.checkpoints import load_newest, valid
 from evolver_async.config import Config
 from evolver_async.config.load import dump, load
 from evolver_async.config.sections.run import FINAL_SET, EvalConfig, EvalSetConfig
@@ -23,20 +23,20 @@ from evolver_async.launch.serial import VirtualLoop, run
 from evolver_async.metrics.families import AXES, CLOCK
 from evolver_async.metrics.writer import Metrics, Timers
 from evolver_async.process.setup import RoleArgs
-from evolver_async.protocol.evaluations import EvalResult
-from evolver_async.protocol.failures import FailureTotal
 from evolver_async.schema import Group, WeightId
-from evolver_async.transport.dealer import DealerClient
-from evolver_async.transport.in_process import LocalClient, LocalServer
 from evolver_async.weights.shm import ShmPublisher
+from evolver_async.wire.dealer import DealerClient
+from evolver_async.wire.evaluation_results import EvalResult
+from evolver_async.wire.failure_totals import FailureTotal
+from evolver_async.wire.in_process import LocalClient, LocalServer
 from learner.diagnostics.measure import StepResult, Trained
 from learner.diagnostics.step_rows import StepRows
 from learner.main import build
+from learner.pass_progress import StepProgress
 from learner.run.evaluation_tracker import EvaluationTracker, Standstill
 from learner.schedule import Stages
 from learner.state import LearnerState, PendingEvaluation
 from learner.step import Updater
-from learner.step_progress import StepProgress
 from learner.train import Learner
 from tests.support.killed_runs import Run
 
@@ -199,7 +199,7 @@ def test_what_a_step_has_to_go_does_not_grow_with_a_micro_batch_under_way(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now = [100.0]
-    monkeypatch.setattr("learner.step_progress.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("learner.pass_progress.time.monotonic", lambda: now[0])
     progress = StepProgress()
     progress.begin(3)
     progress.plan(400, gradient=True)
