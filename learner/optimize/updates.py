@@ -46,7 +46,7 @@ class Failure:
 
 
 @dataclass(frozen=True)
-class Update:
+class AppliedUpdate:
     """An optimizer update of a minibatch.
 
     terms: those of its loss, by name; accounting: its tokens on this rank; known: its data of all
@@ -77,7 +77,7 @@ class Applied:
     rank, [] with one alone.
     """
 
-    updates: list[Update]
+    updates: list[AppliedUpdate]
     left_out: set[int]
     failure: Failure | None
     beyond: float | None
@@ -153,7 +153,7 @@ class Stepper:
         scales = limits.scales_lr
         rate = lr_at(step, stage.learner, steps=steps)
         others = [] if critic is None else [(critic.critic.optimizer, critic.settings.lr)]
-        done, failure, ended = list[Update](), None, None
+        done, failure, ended = list[AppliedUpdate](), None, None
         bound = math.inf if critic is not None and critic.warms_up else limits.target_kl
         for minibatch in self.cut(stage, data, take):
             found = Accounting()
@@ -176,7 +176,7 @@ class Stepper:
                 break
             norms = [one.grad_norm for one in (made, *rest)]
             done.append(
-                Update(minibatch, found, terms, known, kl, rate * scale, scale, norms, moved)
+                AppliedUpdate(minibatch, found, terms, known, kl, rate * scale, scale, norms, moved)
             )
         own, led, taken_back = critic and critic.critic, None, None
         if math.isfinite(bound):
@@ -204,7 +204,7 @@ class Stepper:
 
     def _led(
         self,
-        done: list[Update],
+        done: list[AppliedUpdate],
         ended: tuple[Minibatch, Accounting, float] | None,
         measure: Callable[[Minibatch], Accounting],
         bound: float,
@@ -231,12 +231,12 @@ class Stepper:
         after = measure(last.minibatch)
         return after.moved() if last.kl <= bound else after.moved_since(last.known)
 
-    def _retrace(self, last: Update, *, back: bool) -> None:
+    def _retrace(self, last: AppliedUpdate, *, back: bool) -> None:
         with self.timers("optimizer"):
             retrace(self.models.optimizer, last.moved, last.lr, back=back)
             follow(self.models.model.parameters())
 
-    def _take_back(self, last: Update) -> None:
+    def _take_back(self, last: AppliedUpdate) -> None:
         with self.timers("optimizer"):
             take_back(self.models.optimizer, last.moved, last.lr)
             follow(self.models.model.parameters())

@@ -299,6 +299,15 @@ def test_a_class_name_exists_once() -> None:
     assert {name: places for name, places in homes.items() if len(places) > 1} == {}
 
 
+def test_a_module_name_exists_once() -> None:
+    """But for `main`, the entry point of a process."""
+    homes: dict[str, list[str]] = defaultdict(list)
+    for module, path in modules().items():
+        if path.name not in ("__init__.py", "main.py"):
+            homes[path.stem].append(module)
+    assert {name: places for name, places in homes.items() if len(places) > 1} == {}
+
+
 def test_no_docstring_begins_with_a_question_word() -> None:
     riddles = []
     kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
