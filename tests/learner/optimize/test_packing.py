@@ -274,9 +274,7 @@ def stepped(kind: str, settings: Config, run_dir: Path) -> tuple[Updater, dict[s
         with_critic(made)
     groups = make_groups(7, 4, 3, sequences=3, scripted=kind == "sft")
     state = LearnerState(**STATE)
-    if kind == "sft":
-        return made, made.step("sft", stage, groups, state, {}, 1).metrics
-    return made, getattr(made, kind)(stage, groups, state, FORKS, 1).metrics
+    return made, made.step(kind, stage, groups, state, FORKS, 1).metrics
 
 
 def same_step(
