@@ -10,6 +10,7 @@ import logging
 from collections.abc import Iterator
 
 import pytest
+from forked import forked_children
 from hypothesis import HealthCheck, settings
 from process_mark import (
     pytest_collection_modifyitems,
@@ -44,8 +45,9 @@ def root_logger_as_before() -> Iterator[None]:
     root.setLevel(level)
 
 
-# the hooks
+# the hooks and a fixture
 __all__ = [
+    "forked_children",
     "pytest_collection_modifyitems",
     "pytest_runtest_call",
     "pytest_runtest_protocol",
