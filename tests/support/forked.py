@@ -113,9 +113,9 @@ def _leave_parent(arguments: list[str], given: dict[str, Any]) -> None:
     ):  # closed ones would be taken for new files of the same number
         if number > 2 and number != nothing:
             os.dup2(nothing, number, inheritable=False)
-    sys.stdin = sys.__stdin__ = open(0, closefd=False)
-    sys.stdout = sys.__stdout__ = open(1, "w", closefd=False)
-    sys.stderr = sys.__stderr__ = open(
+    sys.stdin = sys.__stdin__ = open(0, closefd=False)  # noqa: SIM115
+    sys.stdout = sys.__stdout__ = open(1, "w", closefd=False)  # noqa: SIM115
+    sys.stderr = sys.__stderr__ = open(  # noqa: SIM115
         2, "w", buffering=1, errors="backslashreplace", closefd=False
     )
     if given["cwd"] is not None:
