@@ -23,21 +23,12 @@ from typing import Any
 
 import pytest
 
+from evolver_async.launch.registry import CHECKS, LAUNCHERS, PROCESSES
+
 COMMAND = [sys.executable, "-m", "evolver_async"]
 ROLE = "@"  # before the name of a role, which is that of its process
 SET_NAME = 15  # of prctl
 PROGRAMS = ("evolver_async", "evolver_async.cli")  # one and the same
-PRELOADED = (
-    "actors.checks.config",
-    "actors.experience.service",
-    "actors.main",
-    "evolver_async.buffer.service",
-    "evolver_async.launch.local",
-    "evolver_async.launch.serial",
-    "learner.checks",
-    "learner.main",
-    "learner.tools.prepare",
-)
 NAMES = list(inspect.signature(subprocess.Popen._execute_child).parameters)[2:]  # type: ignore[attr-defined]
 
 
@@ -51,8 +42,8 @@ class Forked(subprocess.Popen):
             return
         given = dict(zip(NAMES, rest, strict=True))
         sys.audit("subprocess.Popen", args[0], args, given["cwd"], given["env"])
-        for name in PRELOADED:
-            importlib.import_module(name)
+        for entry_point in (*PROCESSES.values(), *CHECKS, LAUNCHERS["local"]):
+            importlib.import_module(entry_point.partition(":")[0])
         self.pid = os.fork()
         if self.pid == 0:
             _become([str(one) for one in args[3:]], given)
