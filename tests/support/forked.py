@@ -37,7 +37,7 @@ class Forked(subprocess.Popen):
 
     def _execute_child(self, args: list[str], *rest: Any) -> None:
         ours = isinstance(args, list) and args[0] == sys.executable and args[1] == "-m"
-        if not ours or args[2] not in PROGRAMS or os.environ.get("TEST_EXEC"):
+        if not ours or args[2] not in PROGRAMS or os.environ.get("TEST_EXEC") or _uses_gpu():
             super()._execute_child(args, *rest)  # type: ignore[misc]
             return
         given = dict(zip(NAMES, rest, strict=True))
@@ -56,6 +56,11 @@ class Forked(subprocess.Popen):
 def forked_children(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the product's own commands start their processes as forks of this one."""
     monkeypatch.setattr(subprocess, "Popen", Forked)
+
+
+def _uses_gpu() -> bool:
+    """True if this process has begun to use a GPU, which no fork of it can use."""
+    return "torch" in sys.modules and sys.modules["torch"].cuda.is_initialized()
 
 
 def _become(arguments: list[str], given: dict[str, Any]) -> None:
