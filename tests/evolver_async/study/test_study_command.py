@@ -350,7 +350,6 @@ def test_runs_write_their_checkpoints_when_the_study_itself_fails(tmp_path: Path
 
 
 @pytest.mark.process
-@pytest.mark.usefixtures("forked_children")
 def test_an_interrupted_study_goes_on_where_it_was_and_lists_what_failed(
     recipe: Path, tmp_path: Path
 ) -> None:
