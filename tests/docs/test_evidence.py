@@ -79,10 +79,10 @@ def begun(out: Path, **changes: object) -> Study:
     return made_study(out, Definition("workshop.yaml", variants=VARIANTS, **values))  # pyright: ignore
 
 
-@pytest.fixture
-def study(tmp_path: Path) -> Study:
+@pytest.fixture(scope="module")
+def study(tmp_path_factory: pytest.TempPathFactory) -> Study:
     """Both seeds of most cells are finished, one of `sparse`; of `A` one failed, one goes on."""
-    study = begun(tmp_path / "study")
+    study = begun(tmp_path_factory.mktemp("evidence") / "study")
     for seed in (0, 1):
         write_cold(study, seed, 0.0)
     for (cell, seed), evals in RUNS.items():
@@ -200,19 +200,16 @@ def test_without_the_first_cell_nothing_is_compared(script: Script, tmp_path: Pa
     assert "| `N` | 2 of 2 | 0.850 (0.215 to 1.000) | – | – | 0.475 ± 0.106 | 36 | – | 2 |" in said
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["", "<!-- evidence -->\n", "<!-- /evidence -->\n<!-- evidence -->\n", f"{EMPTY}{EMPTY}"],
-)
 def test_missing_markers_are_named_and_nothing_is_written(
-    study: Study, script: Script, tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str
+    study: Study, script: Script, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     page = tmp_path / "docs" / "page.md"
-    page.write_text(text)
-    assert script(study.out) == 2
-    needed = "needs <!-- evidence --> once and <!-- /evidence --> once after it"
-    assert capsys.readouterr().err == f"evidence: {page}: {needed}\n"
-    assert page.read_text() == text
+    begin, end = "<!-- evidence -->\n", "<!-- /evidence -->\n"
+    for text in ("", begin, f"{end}{begin}", f"{EMPTY}{EMPTY}"):
+        page.write_text(text)
+        assert script(study.out) == 2
+        assert capsys.readouterr().err.startswith(f"evidence: {page}: ")
+        assert page.read_text() == text
     assert (tmp_path / "RESULTS.md").read_text() == EMPTY
     assert not (tmp_path / "docs" / "evidence.png").exists()
 
