@@ -304,6 +304,7 @@ def _open(path: Path) -> sqlite3.Connection:
     database = sqlite3.connect(path, check_same_thread=False, timeout=10.0)
     try:
         database.execute("PRAGMA journal_mode = WAL")
+        # With a write-ahead log a power cut then costs the newest commits, never the file.
         database.execute("PRAGMA synchronous = NORMAL")
         database.execute("PRAGMA secure_delete = ON")  # purged texts must not remain in the file
         (result,) = database.execute("PRAGMA quick_check").fetchone()

@@ -201,6 +201,7 @@ class Chat:
 
     def plain(self, text: str) -> str:
         """Change `text` so that nothing in it spells a special token or a marker of experience."""
+        # Repeated until nothing is found: replacing one name can spell another.
         text, found = encodable(text), True
         while found:
             found = False

@@ -274,6 +274,8 @@ def main() -> None:
     between = os.pipe()
     setup["free"] = free_inodes()
     restore_home()
+    # Programs run in forks that share this memory. A collection in one would write to it, and so
+    # copy it.
     gc.freeze()
     write_message(answers, {"refused": ""})
     requests = select.poll()

@@ -84,8 +84,12 @@ class ActorRequests:
             asking = {peer, *self.activity.asking(now, self.config.buffer.lease_s)}
             fresh = share(fresh, len(asking))
         tickets, size = [], 0
+        # Tickets carry their tasks, which can be large. A reply beyond the limit of a message would
+        # end the actor, and its successor would get the same one.
         while room > 0 and size < REPLY_BYTES:
             ticket = self._evaluate(peer) or self._reissue(peer, room, split=not tickets)
+            # Explorations and other groups take turns while the pool is empty: explorations that
+            # find no task would take all the room of the actors.
             if ticket is None and explores_first(self.config, self.store.state.tasks):
                 ticket = self._explore(peer, room)
             if ticket is None and fresh > 0:

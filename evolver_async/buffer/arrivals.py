@@ -84,6 +84,7 @@ class Arrivals:
         owner = held.owners.get(trajectory.member)
         if owner is None:
             return f"member: {trajectory.member} is not one of group {held.group_id}"
+        # A lower attempt is accepted: its actor was slow, and the episode is as good.
         if trajectory.attempt > owner.attempt:
             return f"attempt: {trajectory.attempt}, the last one granted is {owner.attempt}"
         bound = self.max_rewards[held.stage]

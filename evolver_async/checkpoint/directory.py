@@ -92,6 +92,8 @@ def save(
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)  # a full disk needs the room
         raise
+    # The rename is the commit: every file is on disk by now. Without the sync of the parent a power
+    # cut could lose the new name.
     temporary.rename(final)
     sync_directory(directory)
     _prune(directory, keep, lasting)

@@ -164,6 +164,7 @@ def copy(
         (made / STATE).unlink(missing_ok=True)  # else the link would be written through
         (made / STATE).write_text(json.dumps(state, indent=1))
 
+    # Going back deletes nothing: the user may change the choice.
     everything = [path for path, _ in checkpoint.valid(directory)]
     made = checkpoint.save(
         directory, state["take"], write, run_id=run_id, keep=1, lasting=everything

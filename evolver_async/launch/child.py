@@ -255,6 +255,7 @@ class LocalSpawner(Spawner):
             with open(self.log_file(name), "ab") as output:
                 return subprocess.Popen(
                     command,
+                    # Ctrl-C reaches the launcher alone, which ends its children in order.
                     start_new_session=True,
                     stdin=subprocess.DEVNULL,
                     stdout=output,

@@ -98,6 +98,7 @@ class Supervisor:
         self.drained = ""  # the child whose node is drained and that has no other: the run ends
         self.hurries = False  # only the learner may take its time to end
         self.room_due = 0.0  # time at which the next actor makes room for a learner
+        # Higher than those of all earlier launches: a process of one that still runs is fenced.
         self.first_incarnation = announce(run_dir, spawner.address) * INCARNATIONS
         self.scaling = ActorScaling(config, run_dir)
         self.incarnations: dict[str, int] = {}  # the newest of every name
@@ -360,6 +361,8 @@ class Supervisor:
                 log.warning(
                     "the node of %s is drained: the run ends and can be resumed", child.name
                 )
+                # No signal is noted here: the scheduler sends SIGTERM with the drain, and as a
+                # second signal it would kill the learner before its checkpoint.
                 self.drained = child.name
                 return
             for process in child.processes:
@@ -426,6 +429,8 @@ class Supervisor:
 
     def end(self) -> None:
         """End every child by handle, role after role; each role has its own time."""
+        # The order of the data, backwards: the last DONE and the last episodes need a buffer that
+        # answers.
         for role in ("learner", "actor", "experience", "buffer"):
             running = [p for child in self.children if child.role == role for p in child.processes]
             for process in running:

@@ -120,6 +120,8 @@ def raise_file_limit() -> None:
     actor needs files for the agents that it plays, a launcher for those that scrape it.
     """
     least, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    # The hard limit can be 2**30 in a container. Programs that close every possible descriptor
+    # before they start would stand still.
     wanted = max(least, min(most, MOST_FILES))
     resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
 

@@ -187,6 +187,7 @@ def _read_header(data: bytes, limits: MessageLimits) -> _Header:
     """Decode a header, typed at once. Raises WireError; MismatchError if the versions differ."""
     try:
         header = _header_decoder.decode(data)
+        # The decoder accepts a key twice and numbers in a longer form; a message has one form only.
         if _header_encoder.encode(header) != data:
             raise WireError(NOT_PLAIN)
     except (ValueError, TypeError, OverflowError, RecursionError) as error:

@@ -153,6 +153,8 @@ def standardised(x: Array, group: Array, *, std: str) -> Array:
     """
     if not len(x):
         return x
+    # Sums of weighted terms differ in their last digits: with .1 + .2 beside .3 the division below
+    # would make advantages of 1.
     centred = np.where(alike_in_group(x, group), 0.0, x - _group_mean(x, group))
     if std == "none":
         return centred
@@ -174,6 +176,7 @@ def opob(
     """
     if not len(reward_P):
         return reward_P
+    # Products over long trajectories overflow. Only their ratios within a group count.
     largest_G = np.full(int(group_P.max()) + 1, -np.inf)
     np.maximum.at(largest_G, group_P, log_weight_P)
     weight_P = np.exp(2 * (log_weight_P - largest_G[group_P])) * np.maximum(length_P, 1)

@@ -150,11 +150,15 @@ class Stepper:
             found = Accounting()
             given = stage, minibatch, loss, found, critic, distillation
             total, terms = self.passes.gradients(*given)
+            # Ranks have to decide alike, by the data of all of them. Without a decision nothing is
+            # sent.
             known = found if math.isinf(bound) and not scales else self.passes.collected(found)
             scale = known.ess_share() ** 0.5 if scales else 1.0
             kl = known.moved() if math.isfinite(bound) else 0.0
             terms |= {"learner/lr_scale": scale} if scales else {}
             moves = [(self.models.optimizer, rate * scale), *others]
+            # Never before the first update: data that are beyond the bound by their age alone would
+            # not be trained at all.
             if done and math.isfinite(total) and kl > bound:
                 ended = minibatch, known, kl
                 clear(moves)

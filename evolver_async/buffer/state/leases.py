@@ -10,6 +10,9 @@ from collections.abc import Iterator
 
 import msgspec
 
+# During a standstill nobody is answered, so no actor can renew. If all of that time counted, a slow
+# sync would have every episode of every actor played again. Some of it counts, so that the leases
+# of a dead actor end even where every sync is slow.
 COUNTED_S = 1.0  # the most that counts between two calls of `expire`; the rest is a standstill
 COUNTED_SHARE = 0.2  # of a lease, if that is less
 LOGGED_S = 3.0  # a shorter standstill is not: a slow disk has dozens of them a minute
@@ -114,6 +117,8 @@ class Leases:
         new weights, not that it holds no ticket.
         """
         lost, delivered = [], self._delivered.pop(peer, set())
+        # A RENEW without tickets only tells of new weights. Forgetting here would fence an actor
+        # whose last members still wait for the disk.
         if progress:
             delivered &= progress.keys()
         if delivered:

@@ -135,6 +135,7 @@ class RaySpawner(Spawner):
         node, resources = self._home_of(role), self.resources(role)
         if node and not any(resources):  # nothing to reserve
             return NodeAffinitySchedulingStrategy(node, soft=False)
+        # A restart keeps its reserved place, unless the node of that is drained or gone.
         last = self.learner if role == "learner" and rank == 0 else None
         if last is not None and (self.moves(last) or self.lost(last)):
             self._give_back(role)

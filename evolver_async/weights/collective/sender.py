@@ -116,6 +116,8 @@ class BroadcastSender:
                 return
             except CastFailed as failure:
                 log.warning("weights %s did not reach every actor: %s", head, failure)
+                # NCCL connects with the first broadcast only, so a group that was built but has
+                # sent nothing may have failed for a filtered port.
                 unconnected = self._group is None or not self._group.connected
                 self._abandon_group()
                 self._drop_gone()
@@ -140,6 +142,9 @@ class BroadcastSender:
     def _begin_epoch(self) -> bool:
         """Build a group of all receivers that answer; False if there are none."""
         self._abandon_group()
+        # The store keeps its keys in memory as long as the learner lives. An epoch leaves one
+        # address for each pair of members, and there is one a minute while an actor cannot be
+        # reached.
         self.served.forget("epoch", "here", "ack")
         self._join_newcomers()
         asked = [*self._members, *self._dropped]
