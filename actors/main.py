@@ -164,13 +164,13 @@ def check_host(config: Config, *, probes: bool) -> None:
 
 def await_name(address: str) -> None:
     """Return once the host of an address is known. ConfigError if it stays unknown."""
-    deadline, told = time.monotonic() + NAME_S, ""
+    deadline, logged = time.monotonic() + NAME_S, ""
     while problem := unresolved(address):
         if time.monotonic() >= deadline:
             raise ConfigError(f"--connect: {address}: {problem}")
-        if problem != told:
+        if problem != logged:
             log.warning("%s: %s; trying again for %.0f s", address, problem, NAME_S)
-            told = problem
+            logged = problem
         time.sleep(1.0)
 
 

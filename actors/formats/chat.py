@@ -357,12 +357,12 @@ class Chat:
     def _decode(self, tokens: Iterable[int]) -> str:
         return self._tokenizer.decode(list(tokens), clean_up_tokenization_spaces=False)
 
-    def said(self, tokens: list[int], prefix: str) -> str:
+    def last_message(self, tokens: list[int], prefix: str) -> str:
         """Return the last message of the user in the result of `first` or `next`."""
         text = self._decode(tokens)
         text = text.removesuffix(prefix).removesuffix(self.opening)
-        _, found, said = text.rpartition(self.between)
-        return said if found else text.removeprefix(self._head)
+        _, found, message = text.rpartition(self.between)
+        return message if found else text.removeprefix(self._head)
 
     def _opening_text(self, system: str, user: str, before: Messages, tools: str) -> str:
         short = len(system) + len(user) + sum(len(text) for _, text in before) <= LONGEST

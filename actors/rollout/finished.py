@@ -113,5 +113,5 @@ def assembled(
         experience_ids=experience_ids,
         turns=turns,
     )
-    told = query, instructions, ending
-    return Finished(trajectory, transcript, *told, acted, tools, scores)
+    texts = query, instructions, ending
+    return Finished(trajectory, transcript, *texts, acted, tools, scores)

@@ -206,8 +206,8 @@ def innermost(lines: list[str]) -> str:
 
     A warning of Python's, as its exit gives for memory that a dead process has left, says nothing.
     """
-    said = (line.strip().lstrip(FRAME) for line in reversed(lines))
-    return next((line for line in said if line and not WARNING.search(line)), "")
+    stripped = (line.strip().lstrip(FRAME) for line in reversed(lines))
+    return next((line for line in stripped if line and not WARNING.search(line)), "")
 
 
 @dataclass

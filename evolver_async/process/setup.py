@@ -153,7 +153,7 @@ class LogFile(logging.FileHandler):
     is emptied and not renamed: the stderr of its process appends to it as well.
     """
 
-    _failed = _told = False
+    _failed = _warned = False
 
     def __init__(self, path: Path, *, limit_bytes: int = LOG_BYTES) -> None:
         super().__init__(path, encoding="utf-8")
@@ -162,7 +162,7 @@ class LogFile(logging.FileHandler):
     def emit(self, record: logging.LogRecord) -> None:
         self._failed = False
         super().emit(record)
-        self._told = self._failed
+        self._warned = self._failed
         with suppress(OSError):  # a full disk, or the file is gone
             if (size := os.stat(self.baseFilename).st_size) > self._limit:
                 self._begin_anew(size)
@@ -179,7 +179,7 @@ class LogFile(logging.FileHandler):
             super().handleError(record)
             return
         self._failed = True
-        if not self._told:
+        if not self._warned:
             with suppress(OSError):
                 say(f"{self.baseFilename}: cannot be written: {error.strerror}", file=sys.stderr)
 

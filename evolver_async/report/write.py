@@ -91,14 +91,14 @@ def _facts(run: RunResults) -> list[tuple[str, str]]:
     if len(run.evaluations) and "eval/success" in run.evaluations:
         newest = run.evaluations.rows[-1]
         success = cells.number(newest.get("eval/success"))
-        told = f"{success} at step {newest['step']} ({cells.played(newest)})"
+        summary = f"{success} at step {newest['step']} ({cells.played(newest)})"
         decided = [row for row in run.evaluations if row.get("eval/success") is not None]
         if decided and decided[-1] is newest:
-            told += f", {cells.bounds(newest)}"
+            summary += f", {cells.bounds(newest)}"
             if (untouched := untouched_of(decided, digests(config))) is not None:
-                told += f", {cells.gain(newest, untouched)} against the untouched model"
-        told += "".join(f"; {name} {value}" for name, value in cells.eval_sets_of(newest))
-        facts.append(("eval success", told))
+                summary += f", {cells.gain(newest, untouched)} against the untouched model"
+        summary += "".join(f"; {name} {value}" for name, value in cells.eval_sets_of(newest))
+        facts.append(("eval success", summary))
     if run.checkpoints:
         facts.append(("newest checkpoint", run.checkpoints[-1].path.name))
     return facts

@@ -218,7 +218,7 @@ def _bind(
     router.set(zmq.SNDHWM, REPLIES_QUEUED)
     router.set(zmq.ROUTER_HANDOVER, 1)  # a client that reconnects takes its name over
     try:
-        door = None if keys is None else KeyAuthenticator(context, router, keys)
+        authenticator = None if keys is None else KeyAuthenticator(context, router, keys)
         router.bind(address)
     except (zmq.ZMQError, ValueError) as error:
         context.destroy(linger=0)
@@ -226,4 +226,4 @@ def _bind(
             raise
         code = error.errno or 0
         raise OSError(code, f"{address}: {zmq.strerror(code).lower()}") from error
-    return context, router, door
+    return context, router, authenticator

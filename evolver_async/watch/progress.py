@@ -131,8 +131,8 @@ class StateLines:
         due, pause_s, seen = self._states.get(state, (now, PAUSE_S / 2, now))
         if now - seen > max(PAUSE_S, pause_s):  # it had ended
             due, pause_s = now, PAUSE_S / 2
-        if said := now >= due:
+        if is_due := now >= due:
             pause_s = min(2 * pause_s, PAUSE_LIMIT_S)
             due = now + pause_s
         self._states[state] = due, pause_s, now
-        return said
+        return is_due

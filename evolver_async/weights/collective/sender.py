@@ -75,7 +75,7 @@ class BroadcastSender:
         self._numbers = 0  # the highest number that a receiver took
         self._newcomers: set[int] = set()
         self._left_out: dict[int, Member] = {}
-        self._told: set[str] = set()  # what was told of members that are left out
+        self._warned: set[str] = set()  # what was told of members that are left out
         self._refused: set[str] = set()  # names of those that refused, as one that has ended does
         self._dropped: list[int] = []  # numbers that join anew if they are read in an epoch
         self._suspects: list[str] = []  # names of those that the last failure names
@@ -221,8 +221,8 @@ class BroadcastSender:
         member = self._left_out[number] = self._members.pop(number)
         text = f"{member.name} {why}: it gets no weights, and is tried again in {PAUSE_S:g} s"
         log.warning("%s", text)
-        if not quiet and text not in self._told:
-            self._told.add(text)
+        if not quiet and text not in self._warned:
+            self._warned.add(text)
             self.warn(text)
 
     def _take_back(self) -> None:
