@@ -12,7 +12,7 @@ from evolver_async.protocol.failures import ERROR_CHARS, NAME_CHARS, FailureKind
 from evolver_async.schema import Trajectory, TurnFlag
 
 EXCERPT = 80  # characters of a turn that are shown
-MOST_NAMES = 64  # things that are told apart; those beyond are not counted
+MOST_NAMES = 64  # names that are counted apart; those beyond are not counted
 
 
 class FailureCounts:

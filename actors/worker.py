@@ -180,7 +180,7 @@ class Worker:
     async def renew(self) -> None:
         """Report progress to renew the leases; cancel tickets that the buffer has regranted."""
         while True:
-            # Two of these can be late before a lease ends or a stall is told.
+            # Two of these can be late before a lease ends or a stall is reported.
             await asyncio.sleep(min(self.config.buffer.lease_s, self.config.buffer.warn_s) / 4)
             await self.reporter.send(None)
             if not self.running:

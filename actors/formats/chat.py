@@ -249,8 +249,9 @@ class Chat:
         return self.behind(last, tokens) + self.tokens_of(prefix)
 
     def behind(self, last: int | None, tokens: list[int]) -> list[int]:
-        """Return the template's tokens behind a turn, whose own is `last`, without the one that
-        ends the turn if `last` has ended it: it must not end twice. Blanks before it go with it."""
+        """Return the template's tokens behind a turn with the last token `last`. If that has ended
+        the turn, the template's end token is left out, with the blanks before it: no turn ends
+        twice."""
         mark = self._mark(tokens)
         if last in self.stop_tokens and mark is not None and mark in (last, self._closing):
             return tokens[tokens.index(mark) + 1 :]

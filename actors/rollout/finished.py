@@ -21,7 +21,7 @@ class Finished:
     actions that the environment was given, in order; `tools`: specs of those that turns could call.
 
     `scores`: the environment's before the first turn and after each. These, the instructions, the
-    actions and the transcript are empty where nobody wants them.
+    actions and the transcript are empty where nothing reads them.
     """
 
     trajectory: Trajectory

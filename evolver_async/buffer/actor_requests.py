@@ -63,9 +63,9 @@ class ActorRequests:
     def lease(self, peer: str, request: Lease, now: float) -> Reply:
         """Grant tickets with at most `credit` members.
 
-        New groups are shared with the other actors that wait; a single actor gets the rest with its
-        next LEASE, as it gets tickets for which the reply has no room. Tickets of which the actor
-        does not know are vacant. Without credit the actor leaves, and all that it holds are.
+        New groups are shared with the other waiting actors. The rest comes with the next LEASE, as
+        do tickets that do not fit into the reply. Tickets that the actor does not know become
+        vacant. Without credit the actor leaves, and all its tickets become vacant.
         """
         if request.credit < 0 or request.generated < 0:
             return Reject(reason=f"credit, generated: {request.credit}, {request.generated}")

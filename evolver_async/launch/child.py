@@ -146,7 +146,7 @@ class Spawner(ABC):
         return False
 
     def lost(self, handle: Handle) -> bool:
-        """True if a process ended because its host is gone, for which it is not to blame."""
+        """True if a process ended with its host, which uses none of its restarts."""
         return False
 
     def start(self, role: str, name: str, incarnation: int, rank: int = 0) -> Handle:
@@ -202,7 +202,7 @@ class Spawner(ABC):
 
 
 def innermost(lines: list[str]) -> str:
-    """Return the last line that says something, without the frame of an exception group.
+    """Return the last informative line, without the frame of an exception group.
 
     A warning of Python's, as its exit gives for memory that a dead process has left, says nothing.
     """

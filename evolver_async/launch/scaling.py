@@ -73,7 +73,7 @@ class ActorScaling:
 def running_actors(launcher: int) -> int:
     """Return how many actors a launcher of this host has started that still run.
 
-    `launcher`: its pid. 0 if that cannot be told, as in another container.
+    `launcher`: its pid. 0 if that is unknown, as in another container.
     """
     found = 0
     with contextlib.suppress(psutil.Error):

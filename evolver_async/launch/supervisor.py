@@ -48,7 +48,7 @@ from evolver_async.transport.client import Rejected
 from evolver_async.transport.dealer import DealerClient
 
 POLL_S = 0.1
-SILENT_S = 60.0  # until the buffer's silence is said again, doubled each time
+SILENT_S = 60.0  # between two warnings of a silent buffer, doubled each time
 SILENT_LIMIT_S = 960.0
 STANDSTILL_S = 60.0  # between two questions, past which this process itself was stopped
 BUSY_S = 0.2  # of a processor between two questions: a buffer that computes does not hang
@@ -60,7 +60,7 @@ FULL_PAUSE_S = 5.0  # until a process that found no room is started again
 WAITING = (DISK_FULL, UNPLACED)  # exit codes after which a process is started as often as needed
 HURRY_S = 3.0  # for a role to end where all of its processes are about to be killed
 LATE_S = 2.0  # for an answer of the buffer while the run goes on
-LONGEST_STEPS = 3  # for which a stopped learner may compute
+LONGEST_STEPS = 3  # a stopped learner may compute for so many of its longest steps
 STILL_S = 10.0  # without a sign of work, several beats
 COMPUTES_S = 300.0  # at least, as its longest step may not be known yet
 LOOK_S = 2.0  # between two questions for the computations of a stopped learner
@@ -103,7 +103,7 @@ class Supervisor:
         self.scaling = ActorScaling(config, run_dir)
         self.incarnations: dict[str, int] = {}  # the newest of every name
         self.answered = self.asked = 0.0  # times of the buffer's last answer and of the last look
-        self.silent_due = 0.0  # time at which its silence is said next
+        self.silent_due = 0.0  # time of the next warning of its silence
         self.silent_pause_s = SILENT_S
         self.alerted = -math.inf  # time of the last alert of that
         self.hung: dict[str, int] = {}  # incarnations of those found hung at the last look
@@ -181,7 +181,7 @@ class Supervisor:
     def ask_buffer(self, now: float) -> None:
         """Say if the buffer has not answered for `buffer.warn_s`, and again after growing pauses.
 
-        Nothing else tells of a buffer that is stopped: it is the one that names stalls.
+        Nothing else reports a stopped buffer: stalls are reported by the buffer itself.
         """
         warn_s = self.config.buffer.warn_s
         if now - self.asked < max(1.0, warn_s / 5):
@@ -294,8 +294,8 @@ class Supervisor:
     def beside(self, waiting: list[Handle], actors: list[Child], now: float) -> list[str]:
         """Return the names of the actors that may stay while a learner waits for its place.
 
-        No actor is of use without it: those without a place give up theirs in the queue, and one
-        after the other makes room where the learner may run.
+        Actors are of no use without it: those without a place leave the queue, and the others make
+        room where the learner may run, one after the other.
         """
         placed = [one for one in actors if one.process.pid]
         if now >= self.room_due and not any(one.leaves_by is not None for one in placed):
@@ -447,7 +447,7 @@ class Supervisor:
         """Return when these have ended, at their deadline, or at the second signal.
 
         The deadline is `launch.drain_s` from now, or from the last progress of a learner: of its
-        checkpoint, or of its computations, for which it has a multiple of its longest step.
+        checkpoint, or of its computations, which may take a multiple of its longest step.
         """
         began, drain_s, warned = time.monotonic(), self.config.launch.drain_s, False
         if self.hurries and role != "learner":

@@ -61,8 +61,8 @@ def run_process(
 ) -> int:
     """Run a role's main function, which `load_main` imports, as this process.
 
-    Errors are logged and give an exit code from 1 to 3; so does a `sys.exit` of code that is not
-    ours, whose code 0 would say that the work is done.
+    Errors are logged and give an exit code from 1 to 3. So does a `sys.exit` in a user's code: its
+    code 0 would mean that the work is done.
     """
     set_up_logging(log_file, logging.ERROR)
     if args.parent_pid is not None:
@@ -100,7 +100,7 @@ def prepare_process() -> None:
 
 
 def except_loopback() -> None:
-    """Except this host from a proxy that the environment names, as programs may not.
+    """Exclude this host from the proxies of the environment.
 
     Agents call the endpoint of their actor by HTTP, which no proxy can reach.
     """
@@ -185,8 +185,8 @@ class LogFile(logging.FileHandler):
 
 
 class _Masked(logging.Formatter):
-    """Formatter that masks the environment's secrets in lines and tracebacks, and keeps terminals
-    from obeying what others wrote into them; times are in UTC."""
+    """Formatter that masks the environment's secrets and makes control characters harmless, in
+    lines and tracebacks; times are in UTC."""
 
     def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:
         return utc(record.created)

@@ -179,7 +179,7 @@ def unpack(frames: Sequence[Any], limits: MessageLimits = LIMITS) -> Envelope:
 
 
 def _unchanging(frame: Any) -> Any:
-    """Return a frame that nobody can change, itself if it is one."""
+    """Return a read-only frame: the frame itself if it is one, else a copy."""
     return frame if type(frame) is memoryview and frame.readonly else bytes(frame)
 
 

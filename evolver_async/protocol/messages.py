@@ -46,8 +46,8 @@ class Hello(Message, tag="hello"):
 class Lease(Message, tag="lease"):
     """Request for tickets of up to `credit` members; parked until there is room.
 
-    `groups`: those of which the sender has a ticket; it never heard of its others, whose grant was
-    journaled by a buffer that died before the answer. None: it does not say.
+    `groups`: the groups of the tickets that the sender holds. It does not know of others: a buffer
+    can die between the record of a grant and its answer. None: not reported.
     """
 
     credit: int
@@ -202,7 +202,7 @@ class Resume(Message, tag="resume"):
 class Kept(Message, tag="kept"):
     """The oldest take that a kept checkpoint still needs; older journal segments can be deleted.
 
-    `bytes`: the size of the newest checkpoint. `paused`: the reason for which the learner takes
+    `bytes`: the size of the newest checkpoint. `paused`: the reason why the learner takes
     nothing for now, and the command that ends the pause. A learner that trains no more repeats the
     message to get the results of evaluations.
     """

@@ -70,7 +70,7 @@ class Scheduler:
         self.signals: list[int] = []
         self.forwarded = 0  # signals that the children have got
         self.children: list[RunningCell] = []
-        self.stopped: set[str] = set()  # runs that were stopped by somebody else
+        self.stopped: set[str] = set()  # runs that were stopped from outside
 
     def run(self) -> bool:
         """Run everything that is left; return False if a signal stopped it."""

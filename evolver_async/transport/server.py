@@ -109,7 +109,7 @@ class Server:
         next_tick = next_commit = self._clock()
         gathered = _Gathered()
         while not stopped():
-            if sync.busy:  # nobody is answered, so no time passes for the service
+            if sync.busy:  # no request is answered, so no time passes for the service
                 due = self._clock() + TICK_S
             else:
                 due = min(next_tick, next_commit) if gathered.messages else next_tick

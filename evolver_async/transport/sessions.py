@@ -142,7 +142,7 @@ class Sessions:
         return answer
 
     def remember(self, envelope: Envelope, replies: list[Reply]) -> None:
-        """These replies are the answer to this message, should it come again.
+        """Keep these replies for copies of this message.
 
         Groups are not kept: the same take gets the same groups. RETRY asks for the message again.
         """

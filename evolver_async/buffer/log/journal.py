@@ -53,7 +53,7 @@ class Journal:
         self._lock = disk.lock(directory)  # held until close
         self.sizes = {int(path.stem): path.stat().st_size for path in directory.glob(segment.NAMES)}
         self.newest = max(self.sizes, default=0)
-        self.problem = ""  # the reason for which the last commit was refused
+        self.problem = ""  # the reason why the last commit was refused
         self.sync_s: deque[float] = deque(maxlen=SYNCS)  # seconds of the newest syncs
         self._sealed: dict[int, int] = {}
         self._snapshot_bytes = self._counted_from = 0

@@ -82,7 +82,8 @@ class RayHandle:
         return self._code
 
     def _ask_for_place(self) -> None:
-        """Say what it waits for, or end if that never comes: Ray waits for a node that is gone."""
+        """Log the resources that it waits for, or end if its node is gone: Ray would wait for
+        ever."""
         if self.home and (view := self.head.now()) and self.home not in view.living:
             self._note(f"its node {self.home[:8]} is gone")
             self._end(-signal.SIGKILL)

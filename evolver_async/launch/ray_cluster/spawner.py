@@ -163,7 +163,7 @@ class RaySpawner(Spawner):
             remove_placement_group(self.groups.pop(role))
 
     def close(self) -> None:
-        """Give back all that was reserved, unless there is nobody who takes it."""
+        """Give back all reserved resources, unless the head of the cluster is silent."""
         if self.silent:
             self.head.close(wait_s=0)
             return
