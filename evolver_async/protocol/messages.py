@@ -1,6 +1,12 @@
 """Requests and replies of the wire, with those of `delivery`.
 
-Each may arrive twice, for delivery is at least once.
+Each may arrive twice, for delivery is at least once. One group on its way, with the main fields:
+
+    actor    LEASE credit 8, weights 1.41    TICKETS group 12, members 0..7, attempt 0
+    actor    RENEW progress {12: 310}        OK
+    actor    PUSH group 12, member 3         ACK, once it is on disk
+    learner  SAMPLE lineage 1, take 41       PART group 12, ..., GROUPS count 32
+    learner  DONE take 41, version 42        OK
 """
 # ruff: noqa: RUF012 (msgspec copies the defaults)
 

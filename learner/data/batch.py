@@ -104,6 +104,12 @@ class Batch:
     `whole_groups`: the loss compares the members of a group, so that all of them are in one update
     and in one forward pass.
     Trajectories without ACTION tokens count in their group's rewards and are in no minibatch.
+
+    Two rows, a prompt of two tokens with three ACTION tokens and one of one token with two:
+
+        tokens          p p a a a p a a
+        row_start_R     0 5 8
+        action_start_R  0 3 5             (of the `_N` arrays, which have five entries)
     """
 
     tokens: Array
