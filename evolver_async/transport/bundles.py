@@ -14,6 +14,7 @@ from evolver_async.protocol.envelope import Envelope, pack_pushes
 from evolver_async.protocol.trajectories import Parcel
 from evolver_async.transport.router import BUNDLE
 
+# The fixed cost of a message is half of that of a small member, and nothing beside a large one.
 BUNDLE_BYTES = 1 << 20
 
 
