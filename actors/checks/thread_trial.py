@@ -24,10 +24,10 @@ def check_threads(config: Config, task: Task) -> None:
         return
     if _begin([task], config.env.step_timeout_s) != [""]:
         return
-    if problems := max(_begin([task] * AT_ONCE, config.env.step_timeout_s), default=""):
+    if problem := max(_begin([task] * AT_ONCE, config.env.step_timeout_s), default=""):
         raise ConfigError(
             f"env.isolation: {task.env} begins one episode, but not {AT_ONCE} in threads at once"
-            f" ({problems}): set it to process, or to thread if this was chance"
+            f" ({problem}): set it to process, or to thread if this was chance"
         )
 
 
