@@ -6,7 +6,7 @@ from typing import Any
 
 from evolver_async.config.sections.agentevolver import ExperienceConfig
 from evolver_async.config.sections.run import PolicyConfig
-from evolver_async.config.values.errors import ConfigError
+from evolver_async.config.values.config_error import ConfigError
 
 # Keys of `experience` that the learner alone reads.
 EXPERIENCE = ("internalise", "strip_fraction", "distill_coef", "reliance_coef", "keep_copied")

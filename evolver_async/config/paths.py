@@ -11,7 +11,7 @@ from evolver_async.config.sections import Config
 from evolver_async.config.sections.agentevolver import SUMMARISED
 from evolver_async.config.sections.run import RunName
 from evolver_async.config.shape import GGUF
-from evolver_async.config.values.errors import ConfigError
+from evolver_async.config.values.config_error import ConfigError
 from evolver_async.config.values.rules import check_value
 
 ROWS = ("path", "validation", "test")  # keys of `tasks` that name files of rows

@@ -10,7 +10,7 @@ from typing import Any
 from evolver_async.config.load import stage_config
 from evolver_async.config.overrides import EXPERIENCE
 from evolver_async.config.sections import Config
-from evolver_async.config.values.errors import ConfigError
+from evolver_async.config.values.config_error import ConfigError
 
 SECTIONS = ("selection", "advantage", "critic", "correction", "loss", "learner")
 KEYS = tuple(f"experience.{name}" for name in EXPERIENCE)

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
 
-from evolver_async.config.values.errors import ConfigError
+from evolver_async.config.values.config_error import ConfigError
 
 PLAIN_BYTES = 32_768  # of free parameters: those of a task travel in the head of a message
 PLAIN_DEPTH = 16  # of maps and lists in them: a message has some around them
