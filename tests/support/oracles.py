@@ -7,6 +7,7 @@ each kind.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from slow_gae import slow_gae
 
@@ -244,7 +245,7 @@ WITH_CRITIC: dict[str, Callable[[Episode, AdvantageConfig], Estimated]] = {
 
 # Corrections: a token of a step → its objective and the derivative by its theta.
 
-KINDS = [  # of corrections, with their levels
+KINDS: list[tuple[str, Any]] = [  # of corrections, with their levels
     (kind, level)
     for kind, facts in declared.CORRECTIONS.items()
     for level in (("token", "trajectory") if "level" in facts.reads else (facts.level,))

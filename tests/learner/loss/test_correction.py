@@ -311,7 +311,8 @@ def test_removing_the_context_of_a_good_token_holds_it_back_only_as_behaviour():
 def spread_over_tokens(tokens: ActionTokens, settings: CorrectionConfig) -> Corrected:
     """Correction that returns what `settings.params` say is wrong, in place of the right value."""
     ratio_N = (tokens.theta_N - tokens.anchor_N).exp()
-    whole = Corrected(ratio_N, *[ratio_N.detach()] * 3)
+    constant_N = ratio_N.detach()
+    whole = Corrected(ratio_N, constant_N, constant_N, constant_N)
     wrong = {
         "column": lambda: replace(whole, ratio_N=ratio_N[:, None]),
         "single": lambda: replace(whole, weight_N=ratio_N.detach().mean()),
@@ -362,7 +363,8 @@ def spoils(tokens: ActionTokens, settings: CorrectionConfig) -> Corrected:
     """Correction that changes the input that `settings.params` name."""
     ratio_N = (tokens.theta_N - tokens.anchor_N).exp()
     getattr(tokens, settings.params["changed"]).mul_(-1)
-    return Corrected(ratio_N, *[ratio_N.detach()] * 3)
+    constant_N = ratio_N.detach()
+    return Corrected(ratio_N, constant_N, constant_N, constant_N)
 
 
 @pytest.mark.parametrize("changed", ["theta_N", "old_N", "advantage_N", "lag_N"])
