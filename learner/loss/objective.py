@@ -16,8 +16,7 @@ from learner.loss.correction import (
     ActionTokens,
     Corrected,
     StepTokens,
-    reads_anchor,
-    scales_lr,
+    facts_of,
 )
 from learner.loss.policy import (
     Clipped,
@@ -59,7 +58,7 @@ class Objective:
     def counts_age(self) -> bool:
         """True if nothing tells the log-probs of the weights before the step: tokens have moved
         from what the data is corrected from, since they were sampled."""
-        return self.interpolates or not reads_anchor(self.correction)
+        return self.interpolates or not facts_of(self.correction).reads_anchor
 
     @property
     def problem(self) -> str:
@@ -115,7 +114,7 @@ class Objective:
         )
         corrected = corrected_tokens(tokens, self.correction)
         self.unfit.update(not_finite(corrected, tokens, self.correction))
-        if scales_lr(self.correction):
+        if facts_of(self.correction).scales_lr:
             log_q_P = trajectory_totals((theta_N - old_N).detach(), micro.trajectory_N)
             accounting.add_trajectories(log_q_P.cpu().numpy())
         clipped = self._clipped(corrected, advantage_N, micro.stripped_N)
@@ -160,7 +159,7 @@ class Objective:
     def _clipped(
         self, corrected: Corrected, advantage_N: torch.Tensor, stripped_N: torch.Tensor
     ) -> Clipped:
-        if not corrected.clips:
+        if not facts_of(self.correction).clips:
             return unclipped_objective(corrected.ratio_N, advantage_N)
         clip_high: float | torch.Tensor = self.loss.clip_high
         if self.boosts:

@@ -14,7 +14,7 @@ from learner.advantage import group_relative
 from learner.advantage.rewards import penalises
 from learner.data.batch import Batch, LogProbs, MicroBatch, Minibatch
 from learner.data.layout import Layout
-from learner.loss.correction import correction_of, reads_anchor
+from learner.loss.correction import CORRECTIONS, facts_of
 from learner.loss.ratios import guided_old
 from learner.optimize.model import Models
 from learner.ranks.process_group import Ranks, idle, within
@@ -76,12 +76,12 @@ def step_logprobs(
     """
     correction = stage.correction
     leans = stage.experience.reliance_coef > 0
-    reads = reads_anchor(correction)
+    reads = facts_of(correction).reads_anchor
     anchored_P = anchored(
         batch,
         everywhere=shown(stage, take)
         or penalises(stage.loss)
-        or group_relative.reads_anchor(stage.advantage)
+        or group_relative.facts_of(stage.advantage).reads_anchor
         or (reads and not interpolates),
         guided=correction.guided,
         leans=leans,
@@ -112,16 +112,15 @@ def comes_late(stage: Config, batch: Batch, interpolates: bool) -> bool:
 
     This depends on settings and data alone, so it is the same for a repeated take.
     """
-    correction = correction_of(stage.correction)
+    correction = CORRECTIONS.of(stage.correction.kind)
     return (
-        reads_anchor(stage.correction)
+        facts_of(stage.correction).reads_anchor
         and getattr(correction, "prepare", None) is None
         and not interpolates
         and batch.sampled is None
         and stage.experience.reliance_coef == 0
         and not penalises(stage.loss)
-        and not group_relative.reads_anchor(stage.advantage)
-        and stage.advantage.kind != "vtrace"
+        and not group_relative.facts_of(stage.advantage).reads_anchor
     )
 
 

@@ -21,7 +21,7 @@ from evolver_async.schema import Array
 from learner.data.batch import Batch, Minibatch
 from learner.diagnostics.offpolicy import Accounting
 from learner.diagnostics.step_result import NON_FINITE, TARGET_KL
-from learner.loss.correction import scales_lr
+from learner.loss.correction import facts_of
 from learner.loss.objective import Objective
 from learner.optimize.adamw import (
     clear,
@@ -112,7 +112,7 @@ class UpdateLimits:
         """Return the limits of a stage; only a policy loss has some."""
         if not isinstance(loss, Objective):
             return cls()
-        return cls(scales_lr(stage.correction), stage.loss.target_kl, loss.counts_age)
+        return cls(facts_of(stage.correction).scales_lr, stage.loss.target_kl, loss.counts_age)
 
 
 class Stepper:
