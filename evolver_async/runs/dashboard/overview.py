@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from rich.text import Text
 
+from evolver_async.runs.chosen_curves import OVERVIEW, Curve
 from evolver_async.runs.dashboard.feed import RunSnapshot
 from evolver_async.runs.dashboard.lines import DIM, beside, title
 from evolver_async.runs.dashboard.braille import PlotLine, curve, number, trailing_mean
@@ -31,40 +32,16 @@ class PlotOptions:
         return clock(value) if self.axis == "time_s" else number(value)
 
 
-@dataclass(frozen=True)
-class CurveChoice:
-    """A curve of a column of the steps, and of one of the evaluations; `within` as in `curve`.
-
-    `beside`: label and column of a second curve of the steps.
-    """
-
-    title: str
-    column: str
-    evaluated: str = ""
-    within: tuple[float, float] | None = None
-    beside: tuple[str, str] = ("", "")
-
-
-CURVES = (
-    CurveChoice("success", "train/success", "eval/success", (0.0, 1.0)),
-    CurveChoice("reward", "train/reward_mean", "eval/reward_mean"),
-    CurveChoice("loss", "loss/policy"),
-    CurveChoice("staleness", "staleness/mean", within=(0.0, 1.0)),
-    CurveChoice("entropy", "loss/entropy"),
-    CurveChoice("trained tokens/s", "throughput/tokens_per_s", within=(0.0, 1.0)),
-)
-
-
 def overview(snapshot: RunSnapshot, options: PlotOptions, width: int, height: int) -> list[Text]:
     """Return the newest step's numbers, and as many curves as fit."""
     lines = headline(snapshot, width)
     room = max(LEAST_HEIGHT, height - len(lines))
-    return lines + charts(snapshot, CURVES, options, width, room)
+    return lines + charts(snapshot, OVERVIEW, options, width, room)
 
 
 def charts(
     snapshot: RunSnapshot,
-    choices: Sequence[CurveChoice],
+    choices: Sequence[Curve],
     options: PlotOptions,
     width: int,
     height: int,
@@ -81,7 +58,7 @@ def charts(
     return lines
 
 
-def least_height(choices: Sequence[CurveChoice], width: int) -> int:
+def least_height(choices: Sequence[Curve], width: int) -> int:
     """Return the rows that `charts` needs for all curves."""
     return LEAST_HEIGHT * -(-len(choices) // _across(width))
 
@@ -120,11 +97,12 @@ def headline(snapshot: RunSnapshot, width: int) -> list[Text]:
 
 
 def chart(
-    snapshot: RunSnapshot, choice: CurveChoice, options: PlotOptions, width: int, height: int
+    snapshot: RunSnapshot, choice: Curve, options: PlotOptions, width: int, height: int
 ) -> list[Text]:
     """Return a title with the newest values, and the curve below it."""
+    (first, _), *more = choice.metrics.items()
     drawn, newest = [], []
-    found = _line(snapshot.steps, choice.column, options, RAW)
+    found = _line(snapshot.steps, first, options, RAW)
     if found is not None:
         newest.append(f"{number(float(_finite(found.y_N)[-1]))}")
         if options.window > 1:
@@ -133,15 +111,16 @@ def chart(
             newest = [f"{number(float(mean_N[-1]))} over {options.window}"]
             found = PlotLine(found.x_N, mean_N, SMOOTH)
         drawn.append(found)
-    head = title(" ".join([choice.title, *newest]), width)
-    label, column = choice.beside
-    for name, line in (
-        ("eval", _line(snapshot.evaluations, choice.evaluated, options, EVALUATED)),
-        (label, _smoothed(_line(snapshot.steps, column, options, BESIDE), options)),
-    ):
+    head = title(" ".join([choice.short, *newest]), width)
+    raw = PlotOptions(axis=options.axis)
+    evaluated = [*choice.evaluations][:1]
+    others = [("eval", snapshot.evaluations, column, EVALUATED, raw) for column in evaluated]
+    others += [(label, snapshot.steps, column, BESIDE, options) for column, label in more[:1]]
+    for label, rows, column, style, smoothing in others:
+        line = _smoothed(_line(rows, column, options, style), smoothing)
         if line is not None:
             drawn.append(line)
-            text = f" {name} {number(float(_finite(line.y_N)[-1]))} "
+            text = f" {label} {number(float(_finite(line.y_N)[-1]))} "
             head.truncate(width - len(text))
             head.append(text, line.style)
     x_label: Callable[[float], str] = options.x_label

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 import numpy as np
 from rich.text import Text
 
+from evolver_async.runs.chosen_curves import OFFPOLICY
 from evolver_async.runs.dashboard.feed import RunSnapshot
 from evolver_async.runs.dashboard.lines import DIM, beside, table, title
-from evolver_async.runs.dashboard.overview import CurveChoice, PlotOptions, charts
+from evolver_async.runs.dashboard.overview import PlotOptions, charts
 from evolver_async.runs.dashboard.braille import bar, number
 from evolver_async.runs.results.table import MetricTable
 
@@ -29,11 +30,7 @@ MEASURES = {
 SUMMED = ("trajectories", "tokens")
 OF_TRAJECTORIES = ("reward_mean", "length_mean")  # means over them, the others over tokens
 NARROW = ("tokens", "reward_mean", "length_mean")  # left out below 100 cells
-CURVES = (
-    CurveChoice("staleness, mean", "staleness/mean", within=(0.0, 1.0)),
-    CurveChoice("effective sample size", "offpolicy/ess", within=(0.0, 1.0)),
-    CurveChoice("KL to the behaviour", "offpolicy/kl"),
-)
+CURVES = OFFPOLICY[:3]  # staleness, effective sample size, KL
 
 
 def staleness(snapshot: RunSnapshot, options: PlotOptions, width: int, height: int) -> list[Text]:

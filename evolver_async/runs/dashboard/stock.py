@@ -5,20 +5,17 @@ from typing import Any
 
 from rich.text import Text
 
+from evolver_async.runs.chosen_curves import EVICTED, GROUPS
 from evolver_async.runs.dashboard.feed import RunSnapshot
 from evolver_async.runs.dashboard.lines import DIM, beside, natural_width, table, title, wrapped
-from evolver_async.runs.dashboard.overview import CurveChoice, PlotOptions, charts
+from evolver_async.runs.dashboard.overview import PlotOptions, charts
 from evolver_async.runs.dashboard.braille import bar
 
 HELD = ("open", "ready", "taken")
 CLOSED = ("trained", "filtered", "evicted")
 STYLES = {"open": "yellow", "ready": "green", "taken": "cyan"}
 UNITS = ("trajectories", "groups", "tokens")
-CURVES = (
-    CurveChoice("ready groups", "buffer/ready", within=(0.0, 1.0)),
-    CurveChoice("open groups", "buffer/open", within=(0.0, 1.0)),
-    CurveChoice("evicted share", "censor/evicted_share", within=(0.0, 0.01)),
-)
+CURVES = (GROUPS, EVICTED)
 MOST_ROWS = 20  # of the curves
 WIDE = 150  # cells, from which groups and tokens stand beside the trajectories
 

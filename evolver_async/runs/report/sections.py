@@ -11,7 +11,8 @@ from evolver_async.config import Config
 from evolver_async.config.load import to_dict
 from evolver_async.config.secrets import without_secrets
 from evolver_async.metrics.activity import LEARNER
-from evolver_async.runs.report.chosen_curves import (
+from evolver_async.runs.chosen_curves import (
+    Curve,
     DATA,
     LEARNING,
     MECHANISMS,
@@ -19,7 +20,7 @@ from evolver_async.runs.report.chosen_curves import (
     PUBLISHING,
 )
 from evolver_async.runs.report.plots import bars
-from evolver_async.runs.report.plots.curve_plots import Curve, CurveBoard, Figure
+from evolver_async.runs.report.plots.curve_plots import CurveBoard, Figure
 from evolver_async.runs.report.page_tables import Table, fates_table
 from evolver_async.runs.results.events import SHOWN
 from evolver_async.runs.results.loaded_run import RunResults

@@ -4,13 +4,13 @@ A metric of few steps of a long run has a source of its own.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any, cast
 
 import numpy as np
 from bokeh.models import ColumnDataSource, HoverTool, Range1d, Scatter
 from bokeh.plotting import figure
 
+from evolver_async.runs.chosen_curves import Curve
 from evolver_async.runs.results.events import RunEvent
 from evolver_async.runs.results.table import MetricTable
 
@@ -25,16 +25,6 @@ EVENT_COLORS = {
 }
 POINTS = 1500  # drawn per curve; of longer runs every n-th step is drawn
 HEIGHT = 250
-
-
-@dataclass(frozen=True)
-class Curve:
-    """One figure: the metrics in it, by legend. Those that no row has are left out."""
-
-    title: str
-    metrics: dict[str, str]
-    evaluations: dict[str, str] = field(default_factory=dict)
-    log: bool = False
 
 
 class CurveBoard:

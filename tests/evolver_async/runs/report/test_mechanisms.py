@@ -45,7 +45,7 @@ def test_guided_members_stand_beside_unguided_ones_and_evaluations() -> None:
     assert section.title == "Experience and judge"
     success, gain, groups, reliance = section.figures
     assert legend(success) == ["guided", "unguided", "evaluation (unguided)"]
-    assert legend(gain) == ["newest 200 groups", "upper 95 % bound"]
+    assert legend(gain) == ["newest 200 groups", "upper"]
     assert legend(groups) == ["guided", "wasted of these"]
     assert "Reliance" in title(reliance)
     numbers = "gain +0.25 (upper +0.38), wasted 0%, reliance 0.12 nats"

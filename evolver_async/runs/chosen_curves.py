@@ -1,15 +1,73 @@
-"""Curves of a run's page, by section."""
+"""Curves that are shown of a run, by section: the report draws them all, the terminal some of them."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from evolver_async.runs.report.plots.curve_plots import Curve
+UNIT = (0.0, 1.0)
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One figure: the metrics in it, by legend. Those that no row has are left out.
+
+    For the terminal, which draws the first two metrics and the first of the evaluations: `short`
+    is the title there, which names the first one, `within` a range that is always shown.
+    """
+
+    title: str
+    metrics: dict[str, str]
+    evaluations: dict[str, str] = field(default_factory=dict)
+    log: bool = False
+    short: str = ""
+    within: tuple[float, float] | None = None
+
+
+SUCCESS = Curve(
+    "Success",
+    {"train/success": "training"},
+    {"eval/success": "evaluation"},
+    short="success",
+    within=UNIT,
+)
+REWARD = Curve(
+    "Reward",
+    {"train/reward_mean": "training"},
+    {"eval/reward_mean": "evaluation"},
+    short="reward",
+)
+POLICY_LOSS = Curve("Policy loss", {"loss/policy": "policy loss"}, short="loss")
+ENTROPY = Curve("Entropy", {"loss/entropy": "entropy"}, short="entropy")
+STALENESS = Curve(
+    "Staleness in versions",
+    {"staleness/mean": "mean", "staleness/max": "maximum"},
+    short="staleness",
+    within=UNIT,
+)
+TOKENS = Curve(
+    "Tokens per second",
+    {"throughput/tokens_per_s": "trained ACTION tokens"},
+    short="trained tokens/s",
+    within=UNIT,
+)
+GROUPS = Curve(
+    "Groups in the buffer",
+    {"buffer/ready": "ready", "buffer/open": "open"},
+    short="ready groups",
+    within=UNIT,
+)
+EVICTED = Curve(
+    "Evicted share",
+    {"censor/evicted_share": "evicted share"},
+    short="evicted share",
+    within=(0.0, 0.01),
+)
+OVERVIEW = (SUCCESS, REWARD, POLICY_LOSS, STALENESS, ENTROPY, TOKENS)
 
 LEARNING = (
-    Curve("Reward", {"train/reward_mean": "training"}, {"eval/reward_mean": "evaluation"}),
-    Curve("Success", {"train/success": "training"}, {"eval/success": "evaluation"}),
-    Curve("Policy loss", {"loss/policy": "policy loss"}),
-    Curve("Entropy", {"loss/entropy": "entropy"}),
+    REWARD,
+    SUCCESS,
+    POLICY_LOSS,
+    ENTROPY,
     Curve("Gradient norm", {"loss/grad_norm": "policy", "critic/grad_norm": "critic"}, log=True),
     Curve("KL to the reference", {"loss/kl": "KL"}),
     Curve("Value loss", {"loss/value": "value loss"}),
@@ -24,7 +82,7 @@ LEARNING = (
     ),
 )
 OFFPOLICY = (
-    Curve("Staleness in versions", {"staleness/mean": "mean", "staleness/max": "maximum"}),
+    STALENESS,
     Curve(
         "Effective sample size",
         {
@@ -32,6 +90,8 @@ OFFPOLICY = (
             "offpolicy_guided/ess": "stripped (guided)",
             "offpolicy_unguided/ess": "unguided",
         },
+        short="effective sample size",
+        within=UNIT,
     ),
     Curve(
         "KL (behaviour ‖ policy)",
@@ -40,6 +100,7 @@ OFFPOLICY = (
             "offpolicy_guided/kl": "stripped (guided)",
             "offpolicy_unguided/kl": "unguided",
         },
+        short="KL to the behaviour",
     ),
     Curve(
         "Share of tokens clipped or masked",
@@ -51,6 +112,7 @@ OFFPOLICY = (
     ),
 )
 DATA = (
+    GROUPS,
     Curve(
         "Ledger: trajectories since the start",
         {
@@ -64,7 +126,7 @@ DATA = (
         "Refused on arrival",
         {"ledger/rejected": "rejected", "ledger/duplicate": "duplicate", "ledger/stale": "stale"},
     ),
-    Curve("Evicted share", {"censor/evicted_share": "evicted share"}),
+    EVICTED,
     Curve(
         "Evicted against trained: ratios",
         {"censor/length_ratio": "length", "censor/seconds_ratio": "seconds"},
@@ -74,39 +136,61 @@ DATA = (
 PUBLISHING = (
     Curve("Seconds to publish", {"time/publish_s": "time/publish_s", "weights/publish_s": "wait"}),
     Curve("Published version", {"version": "version"}),
-    Curve("Tokens per second", {"throughput/tokens_per_s": "trained ACTION tokens"}),
+    TOKENS,
 )
 EXPERIENCE = (
     Curve(
         "Success of guided and of unguided members",
         {"experience/guided_success": "guided", "experience/unguided_success": "unguided"},
         {"eval/success": "evaluation (unguided)"},
+        short="guided",
+        within=UNIT,
     ),
     Curve(
-        "Gain: guided minus unguided success",
-        {"guidance/gain": "newest 200 groups", "guidance/upper": "upper 95 % bound"},
+        "Gain: guided minus unguided success, with its upper 95 % bound",
+        {"guidance/gain": "newest 200 groups", "guidance/upper": "upper"},
+        short="gain",
+        within=(0.0, 0.0),
     ),
     Curve(
         "Guided share of the groups, wasted share of these",
         {"guidance/groups": "guided", "guidance/wasted": "wasted of these"},
+        short="guided groups",
+        within=(0.0, 0.01),
     ),
-    Curve("Reliance on the experience, nats per token", {"experience/reliance": "reliance"}),
+    Curve(
+        "Reliance on the experience, nats per token",
+        {"experience/reliance": "reliance"},
+        short="reliance, nats",
+        within=(0.0, 0.01),
+    ),
     Curve(
         "Stripped tokens that only loss.boost lets learn",
         {"boost/freed_fraction": "freed", "boost/bound_fraction": "at its bound too"},
+        short="freed share",
+        within=(0.0, 0.01),
     ),
 )
 LABELS = (
     Curve(
         "Judge: labelled turns, and GOOD among them",
         {"judge/labelled_share": "labelled", "judge/good_share": "GOOD"},
+        short="labelled turns",
+        within=UNIT,
     ),
 )
 AUDIT = (
-    Curve("Judge: agreement with known labels", {"judge/agreement": "agreement"}),
+    Curve(
+        "Judge: agreement with known labels",
+        {"judge/agreement": "agreement"},
+        short="judge agreement",
+        within=UNIT,
+    ),
     Curve(
         "Judge: biases in the share of GOOD",
         {"judge/praise_bias": "praise", "judge/length_bias": "length"},
+        short="praise bias",
+        within=(0.0, 0.0),
     ),
 )
 QUESTIONING = (
@@ -117,6 +201,8 @@ QUESTIONING = (
             "questioning/tried": "tried",
             "questioning/useful": "partly solved",
         },
+        short="synthetic tasks",
+        within=UNIT,
     ),
     Curve(
         "Candidates from explorations",
@@ -125,6 +211,8 @@ QUESTIONING = (
     Curve(
         "Explorations since the start",
         {"questioning/explored_turns": "turns", "questioning/explored": "episodes"},
+        short="explored turns",
+        within=UNIT,
     ),
 )
 
