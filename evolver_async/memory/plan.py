@@ -24,7 +24,7 @@ PREFILL = "prefill"  # held while an engine computes: in a serial run one at a t
 MERGED = "merged weights"  # of an engine on a CPU
 LOADING = "weights on their way to the GPU"  # likewise, while an engine begins
 
-# Anonymous memory of a process before its model, in bytes: see RESULTS.md, "Memory, predicted".
+# Anonymous memory of a process before its model, in bytes: docs/findings.md, "Memory, predicted".
 BASES = {
     "learner": 290 * MIB,
     "actor": 290 * MIB,

@@ -95,6 +95,8 @@ class Objective:
         anchor_N, advantage_N = micro.of(self.logprobs.anchor_N), micro.of(self.advantage_N)
         if self.interpolates:
             made_N = interpolated_anchor(theta_N, micro.mu_N, micro.lag_N)
+            # No line of versions leads from abandoned weights to the present ones: nothing lies
+            # between.
             anchor_N = torch.where(micro.abandoned_N, anchor_N, made_N)
         if self.logprobs.fresh_N is not None:
             anchor_N = self._recorded(micro, theta_N, anchor_N)
@@ -116,6 +118,8 @@ class Objective:
             log_q_P = trajectory_totals((theta_N - old_N).detach(), micro.trajectory_N)
             accounting.add_trajectories(log_q_P.cpu().numpy())
         clipped = self._clipped(corrected, advantage_N, micro.stripped_N)
+        # From the weights before the step, if their log-probs are known. From the behaviour policy,
+        # the age of the data and removed context would end steps that have moved nothing.
         log_moved_N = log_rho(theta_N, old_N if self.counts_age else anchor_N)
         account(accounting, micro, corrected, clipped, log_rho(theta_N, micro.mu_N), log_moved_N)
         if self.boosts:

@@ -107,9 +107,10 @@ def shown(stage: Config, take: int) -> bool:
 
 
 def comes_late(stage: Config, batch: Batch, interpolates: bool) -> bool:
-    """Return True if only the loss reads the anchor: the first update can give its own tokens'.
+    """Return True if only the loss reads the anchor, so that the first update can give that of its
+    tokens.
 
-    It depends on nothing that a repeated take could have otherwise.
+    This depends on settings and data alone, so it is the same for a repeated take.
     """
     correction = CORRECTIONS.of(stage.correction.kind)
     return (
@@ -132,9 +133,10 @@ def late_anchor(
     first: Minibatch,
     take: int,
 ) -> LogProbs:
-    """Score the anchor of what trains after the first update, by the weights before it.
+    """Score the anchor of the tokens that train after the first update, under the weights before
+    it.
 
-    For samples all other tokens are scored too, by another pass, so that no bit of this changes.
+    For samples the other tokens are scored too, by a pass of their own: no bit of this one changes.
     """
     batch = trained.batch
     fresh_P, later_P = np.zeros((2, len(batch.length_P)), bool)

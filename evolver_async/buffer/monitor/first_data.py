@@ -100,7 +100,7 @@ class FirstData:
 
 
 def nothing_to_learn(settings: Config, sums: FirstSums) -> str:
-    """Return the reason for which these episodes teach nothing, and the key that helps; "" if they
+    """Return the reason why these episodes teach nothing, and the key that helps; "" if they
     may teach something."""
     rollout, kind, count = settings.rollout, settings.advantage.facts, sums.episodes
     cut, unread = sums.cut / max(1, sums.turns), sums.unread / max(1, sums.turns)
