@@ -19,7 +19,7 @@ from learner.data.resampling import resampled, resampling_metrics
 
 # The indices of the groups that train, from all groups of a step and their reward spreads.
 Selection = Callable[[list[Group], list[float], SelectionConfig], set[int]]
-SELECTIONS: Builtins[Selection] = Builtins("selection.kind")
+SELECTIONS: Builtins[Selection] = Builtins("selection.kind")  # `all` needs none
 TOLERANCE = 1e-9  # of sums of floats that are compared with a share of themselves
 
 
@@ -58,6 +58,8 @@ def select(groups: list[Group], settings: SelectionConfig, *, seed: int) -> Sele
     Reasons of those left out: `zero_spread` (all members have equal rewards, or successes; with
     `drop_zero`, or where the kind says so), else the kind. `seed`: of the draws among members.
     """
+    if settings.kind == "all":
+        return Selected(groups, {})
     kept = _kept(groups, settings)
     filtered: dict[str, list[int]] = {}
     for i, group in enumerate(groups):
@@ -103,12 +105,6 @@ def _kept(groups: list[Group], settings: SelectionConfig) -> set[int]:
 def drops_zero(settings: SelectionConfig) -> bool:
     """Return True if groups without spread never train; some kinds imply it."""
     return settings.drop_zero or settings.facts.drops_zero
-
-
-@SELECTIONS("all")
-def everything(groups: list[Group], spreads: list[float], settings: SelectionConfig) -> set[int]:
-    """Return all indices."""
-    return set(range(len(groups)))
 
 
 @SELECTIONS("spread")

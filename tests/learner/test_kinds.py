@@ -17,7 +17,7 @@ from learner.loss.correction import CORRECTIONS
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "algorithms.md"
 FUNCTIONS = {
-    "selection": SELECTIONS,
+    "selection": SELECTIONS | {"all": None},  # `select` returns before it would call one
     "advantage": ESTIMATORS | BY_CRITIC,
     "correction": CORRECTIONS,
 }
