@@ -12,9 +12,9 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
-from evolver_async.config.kinds import BOUNDS, CORRECTIONS, KINDS
 from evolver_async.config.sections import Config
 from evolver_async.config.sections.run import StageConfig
+from evolver_async.config.values.kinds import BOUNDS, CORRECTIONS, KINDS
 from evolver_async.config.values.rules import annotations, item_kind, rule
 
 BEGIN = "<!-- config reference: begin -->"

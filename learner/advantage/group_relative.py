@@ -13,7 +13,7 @@ from typing import TypeVar
 import numpy as np
 
 from evolver_async.config import AdvantageConfig
-from evolver_async.config.kinds import AdvantageKind
+from evolver_async.config.values.kinds import AdvantageKind
 from evolver_async.extension import Builtins, is_own
 from evolver_async.rewards import alike_in_group
 from evolver_async.schema import Array

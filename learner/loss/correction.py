@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from evolver_async.config import CorrectionConfig
-from evolver_async.config.kinds import CorrectionKind
+from evolver_async.config.values.kinds import CorrectionKind
 from evolver_async.extension import Builtins
 from evolver_async.schema import Array
 from learner.loss.ratios import LOG_RATIO_BOUND, bounded_exp, trajectory_mean, trajectory_sum

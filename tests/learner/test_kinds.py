@@ -9,7 +9,7 @@ from drawn_options import OPTIONS
 from oracles import ORACLES
 
 from evolver_async.config import Config
-from evolver_async.config.kinds import KINDS
+from evolver_async.config.values.kinds import KINDS
 from learner.advantage.assign import BY_CRITIC
 from learner.advantage.group_relative import ESTIMATORS
 from learner.data.selection import SELECTIONS

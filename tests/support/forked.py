@@ -3,7 +3,8 @@
 A process that begins with an exec takes 6 seconds of a core to import torch and transformers, more
 than most tests take otherwise. A fork has a pid, a session, signals, sockets and an end like it.
 What it has not are the interpreter's options and its environment and command line in /proc:
-Tests that are about these take `subprocess.Popen`, and so do all with `TEST_EXEC=1`.
+Tests that are about these take `subprocess.Popen`, and so do all with `TEST_EXEC=1`. A process with
+several threads, or with a GPU, is not forked: its children begin with an exec.
 """
 
 import atexit
@@ -37,7 +38,9 @@ class Forked(subprocess.Popen):
 
     def _execute_child(self, args: list[str], *rest: Any) -> None:
         ours = isinstance(args, list) and args[0] == sys.executable and args[1] == "-m"
-        if not ours or args[2] not in PROGRAMS or os.environ.get("TEST_EXEC") or _uses_gpu():
+        # What another thread is in the middle of would stay half done in a fork.
+        alone = threading.active_count() == 1 and not _uses_gpu()
+        if not ours or args[2] not in PROGRAMS or not alone or os.environ.get("TEST_EXEC"):
             super()._execute_child(args, *rest)  # type: ignore[misc]
             return
         given = dict(zip(NAMES, rest, strict=True))

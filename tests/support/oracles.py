@@ -12,7 +12,7 @@ from typing import Any
 from slow_gae import slow_gae
 
 from evolver_async.config import AdvantageConfig, CorrectionConfig, SelectionConfig
-from evolver_async.config import kinds as declared
+from evolver_async.config.values import kinds as declared
 
 # Selections: the spreads of a step's groups → the indices of those that train.
 

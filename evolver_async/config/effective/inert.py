@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
-from evolver_async.config.kinds import KINDS, SELECTIONS
 from evolver_async.config.sections import Config
 from evolver_async.config.sections.run import SUPERVISED, StageConfig
+from evolver_async.config.values.kinds import KINDS, SELECTIONS
 from evolver_async.config.values.rules import keys
 from evolver_async.extension import is_own
 

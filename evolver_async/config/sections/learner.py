@@ -4,7 +4,8 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal
 
-from evolver_async.config.kinds import (
+from evolver_async.config.sections.rollout import Device
+from evolver_async.config.values.kinds import (
     ADVANTAGES,
     BOUNDS,
     CORRECTIONS,
@@ -13,7 +14,6 @@ from evolver_async.config.kinds import (
     CorrectionKind,
     SelectionKind,
 )
-from evolver_async.config.sections.rollout import Device
 from evolver_async.config.values.rules import (
     Count,
     Fraction,
