@@ -8,12 +8,11 @@ from pathlib import Path
 from evolver_async.config import hub
 from evolver_async.config.secrets import reveal
 from evolver_async.config.sections import Config
-from evolver_async.config.sections.agentevolver import EMBEDDERS, SUMMARISED
+from evolver_async.config.sections.agentevolver import SUMMARISED
 from evolver_async.config.sections.run import RunName
 from evolver_async.config.shape import GGUF
 from evolver_async.config.values.config_error import ConfigError
 from evolver_async.config.values.rules import check_value
-from evolver_async.extension import is_own
 
 ROWS = ("path", "validation", "test")  # keys of `tasks` that name files of rows
 
@@ -27,12 +26,13 @@ def with_absolute_paths(config: Config) -> Config:
     def unless_id(path: str) -> str:
         return path if hub.is_id(path) else absolute(path)
 
-    embedder, profile = config.experience.embedder, config.questioning.profile
-    named = embedder in EMBEDDERS or is_own(embedder)
+    experience, profile = config.experience, config.questioning.profile
+    embedder = experience.embedder
+    embedder = absolute(embedder) if experience.loads_embedder else embedder
     return replace(
         with_task_paths(config, unless_id),
         policy=replace(config.policy, path=unless_id(config.policy.path)),
-        experience=replace(config.experience, embedder=embedder if named else absolute(embedder)),
+        experience=replace(experience, embedder=embedder),
         questioning=replace(
             config.questioning, profile=profile if profile == SUMMARISED else absolute(profile)
         ),
@@ -69,9 +69,8 @@ def embeds_by_model(config: Config) -> bool:
 def check_paths(config: Config) -> None:
     """Raise ConfigError for a path of the configuration that is missing or not writable."""
     _check_policy(config)
-    embedder = config.experience.embedder
-    named = embedder in EMBEDDERS or is_own(embedder)
-    if embeds_by_model(config) and not (named or Path(embedder).is_dir()):
+    embedder, loads = config.experience.embedder, config.experience.loads_embedder
+    if embeds_by_model(config) and loads and not Path(embedder).is_dir():
         known = "hash, endpoint, a directory nor package.module:function"
         raise ConfigError(f"experience.embedder: {embedder} is neither {known}")
     if not Path(config.weights.dir).is_dir():

@@ -56,7 +56,7 @@ def _part(trajectory: Trajectory, player: Player) -> Trajectory:
     sequences = []
     for sequence in trajectory.sequences:
         acting = sequence.turns[sequence.roles == Role.ACTION]
-        # One without ACTION tokens is nobody's; it trains nothing.
+        # One without ACTION tokens is no player's; it trains nothing.
         if not len(acting) or number_K[acting[0]] >= 0:
             turns = np.where(sequence.turns >= 0, number_K[sequence.turns], np.int16(-1))
             sequences.append(replace(sequence, turns=turns))

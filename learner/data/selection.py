@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from evolver_async.config import SelectionConfig
 from evolver_async.errors import TrainingError
-from evolver_async.extension import implementation, is_own
+from evolver_async.extension import Builtins, is_own
 from evolver_async.randomness import key
 from evolver_async.rewards import spread as spread_of
 from evolver_async.schema import Array, Group, Role, Trajectory, TurnFlag
@@ -21,6 +21,7 @@ from learner.data.players import TRUNCATED
 
 # The indices of the groups that train, from all groups of a step and their reward spreads.
 Selection = Callable[[list[Group], list[float], SelectionConfig], set[int]]
+SELECTIONS: Builtins[Selection] = Builtins("selection.kind")  # `all` needs none
 LEAST = 2  # members of either side that resampling keeps where there are so many
 NO_TOOL = 0.5  # error ratio of a member without tool calls
 CLEAN = 1e-6  # `inverse`: added to a penalty, so that members without one come first
@@ -58,13 +59,8 @@ def select(groups: list[Group], settings: SelectionConfig, *, seed: int) -> Sele
     `settings.by` success: reward terms that shape, such as a length, spread the rewards of groups
     that failed throughout; these do not train then. Advantages still compare rewards.
 
-    `all` keeps every group. `spread` (StarPO-S) keeps the share `keep` of all groups with the
-    largest spread, at least one, `top_k` the `k` groups; earlier groups come first among equals.
-    `min_p` keeps groups with at least `p` of the largest spread. `top_p` keeps the fewest groups
-    whose spreads sum up to `p` of all; `dynamic` (DAPO) those with any. `resample_on_correct`
-    keeps some members of these. Reasons: `zero_spread` (all members have equal rewards, or
-    successes; with `drop_zero`, or where the kind says so), else the kind. `seed`: of the draws
-    among members.
+    Reasons of those left out: `zero_spread` (all members have equal rewards, or successes; with
+    `drop_zero`, or where the kind says so), else the kind. `seed`: of the draws among members.
     """
     if settings.kind == "all":
         return Selected(groups, {})
@@ -75,7 +71,7 @@ def select(groups: list[Group], settings: SelectionConfig, *, seed: int) -> Sele
             zero = drops_zero(settings) and spread_by(group, settings.by) == 0
             filtered.setdefault("zero_spread" if zero else settings.kind, []).append(group.group_id)
     chosen = [groups[i] for i in sorted(kept)]
-    if settings.kind == "resample_on_correct":
+    if "members" in settings.facts.reads:
         chosen = [
             resampled(group, members=settings.members, draw=settings.draw, seed=seed)
             for group in chosen
@@ -95,7 +91,7 @@ def _kept(groups: list[Group], settings: SelectionConfig) -> set[int]:
     truth value for each group.
     """
     spreads = [spread_by(group, settings.by) for group in groups]
-    found = selection_of(settings)(groups, spreads, settings)
+    found = SELECTIONS.of(settings.kind)(groups, spreads, settings)
     if not is_own(settings.kind):
         return found
     try:
@@ -110,33 +106,32 @@ def _kept(groups: list[Group], settings: SelectionConfig) -> set[int]:
     return kept
 
 
-def selection_of(settings: SelectionConfig) -> Selection:
-    """Return the function of `selection.kind`. Raises ValueError for an own one that is unfit."""
-    return implementation("selection.kind", settings.kind, SELECTIONS)
-
-
 def drops_zero(settings: SelectionConfig) -> bool:
     """Return True if groups without spread never train; some kinds imply it."""
-    return settings.drop_zero or settings.kind in ("top_p", "resample_on_correct", "dynamic")
+    return settings.drop_zero or settings.facts.drops_zero
 
 
+@SELECTIONS("spread")
 def spread(groups: list[Group], spreads: list[float], settings: SelectionConfig) -> set[int]:
     """Return the indices of the share `keep` of all groups with the largest spread."""
     most = max(1, round(settings.keep * len(spreads)))
     return _with_spread(_ranked(spreads)[:most], spreads, settings)
 
 
+@SELECTIONS("top_k")
 def top_k(groups: list[Group], spreads: list[float], settings: SelectionConfig) -> set[int]:
     """Return the indices of the `k` groups with the largest spread."""
     return _with_spread(_ranked(spreads)[: settings.k], spreads, settings)
 
 
+@SELECTIONS("min_p")
 def min_p(groups: list[Group], spreads: list[float], settings: SelectionConfig) -> set[int]:
     """Return the indices of the groups with at least `p` of the largest spread."""
     least = settings.p * max(spreads) * (1 - TOLERANCE)
     return _with_spread([i for i in _ranked(spreads) if spreads[i] >= least], spreads, settings)
 
 
+@SELECTIONS("top_p")
 def top_p(groups: list[Group], spreads: list[float], settings: SelectionConfig) -> set[int]:
     """Return the indices of the fewest groups whose spreads sum up to `p` of all."""
     ranked = _ranked(spreads)
@@ -146,6 +141,8 @@ def top_p(groups: list[Group], spreads: list[float], settings: SelectionConfig) 
     return _with_spread(kept, spreads, settings)
 
 
+@SELECTIONS("resample_on_correct")
+@SELECTIONS("dynamic")
 def with_spread(groups: list[Group], spreads: list[float], settings: SelectionConfig) -> set[int]:
     """Return the indices of the groups whose members' rewards differ."""
     return _with_spread(_ranked(spreads), spreads, settings)
@@ -158,16 +155,6 @@ def _ranked(spreads: list[float]) -> list[int]:
 
 def _with_spread(kept: list[int], spreads: list[float], settings: SelectionConfig) -> set[int]:
     return {i for i in kept if spreads[i] > 0 or not drops_zero(settings)}
-
-
-SELECTIONS: dict[str, Selection] = {  # `all` needs none
-    "spread": spread,
-    "top_k": top_k,
-    "min_p": min_p,
-    "top_p": top_p,
-    "resample_on_correct": with_spread,
-    "dynamic": with_spread,
-}
 
 
 def pairs(groups: list[Group], by: str = "reward", *, masked: bool = False) -> Selected:

@@ -21,7 +21,7 @@ from learner.data.players import NON_FINITE, TARGET_KL, TRUNCATED, fates
 from learner.data.selection import Selected, resampling_metrics
 from learner.diagnostics.rollouts import group_signals, taken_metrics
 from learner.loss.accounting import OWN, Accounting, kl_of
-from learner.loss.correction import scales_lr
+from learner.loss.correction import facts_of
 from learner.optimize.distillation import DISTILL_KL, DISTILL_TOKENS
 from learner.optimize.updates import Applied
 from learner.ranks.layer_times import slowest
@@ -129,7 +129,7 @@ def measure(trained: Trained, stage: Config) -> tuple[dict[str, float], dict[str
         metrics |= {f"safety/{name}": value for name, value in signals.items()}
     if (kept := trained.chosen.kept) is not None:
         metrics["selection/kept_share"] = len(kept) / len(trained.split)
-        if stage.selection.kind == "resample_on_correct":
+        if "members" in stage.selection.facts.reads:
             metrics |= resampling_metrics([trained.split[i] for i in kept], trained.chosen.groups)
     batch, applied, credit = trained.batch, trained.applied, trained.credit
     if batch is None or applied is None:
@@ -138,7 +138,9 @@ def measure(trained: Trained, stage: Config) -> tuple[dict[str, float], dict[str
     if credit is not None:
         trained_P = applied.trained_P(batch)
         metrics |= credit_metrics(batch, credit, stage)
-    metrics |= update_metrics(applied, scaled=credit is not None and scales_lr(stage.correction))
+    metrics |= update_metrics(
+        applied, scaled=credit is not None and facts_of(stage.correction).scales_lr
+    )
     if credit is not None:
         metrics |= token_metrics(applied.accounting) | trajectory_metrics(batch, trained_P)
     parts = ({one.part for one in group.trajectories} for group in trained.trained_groups())
@@ -162,7 +164,7 @@ def credit_metrics(batch: Batch, credit: Credit, stage: Config) -> dict[str, flo
         bonus_P = overlong(batch.length_P, limit=limit, cache=stage.advantage.overlong_cache)
         metrics["overlong/share"] = float((bonus_P < 0).mean())
         metrics["overlong/mean"] = float(bonus_P.mean())
-    if stage.advantage.kind == "adca":
+    if stage.advantage.facts.unlabelled:
         metrics["advantage/alpha"] = advantages.alpha
         metrics["advantage/unlabelled_groups"] = float(unlabelled_groups(credit.rewards))
     metrics |= {f"advantage/own/{name}": value for name, value in advantages.own.items()}

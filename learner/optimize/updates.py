@@ -19,7 +19,7 @@ from evolver_async.randomness import key
 from evolver_async.schema import Array
 from learner.data.batch import Batch, Minibatch
 from learner.loss.accounting import Accounting
-from learner.loss.correction import scales_lr
+from learner.loss.correction import facts_of
 from learner.loss.objective import Objective
 from learner.optimize.adamw import (
     clear,
@@ -107,9 +107,9 @@ class UpdateLimits:
 
     scales_lr: the learning rate of an update is multiplied by the square root of its
     `Accounting.ess_share`. target_kl: the bound on `Accounting.moved`, none while the critic warms
-    up. Data beyond it end the step, and the last update is taken back, whose own data are measured
-    once more if those of the next one are within. counts_age: data can be beyond the bound by their
-    age, so that what the last update alone moved them counts.
+    up. Data beyond it end the step, and the last update is taken back. If no data are, the last
+    update is judged by its own data, measured again. counts_age: data can be beyond the bound by
+    their age; then the movement by the last update alone counts.
     """
 
     scales_lr: bool = False
@@ -121,7 +121,7 @@ class UpdateLimits:
         """Return the limits of a stage; only a policy loss has some."""
         if not isinstance(loss, Objective):
             return cls()
-        return cls(scales_lr(stage.correction), stage.loss.target_kl, loss.counts_age)
+        return cls(facts_of(stage.correction).scales_lr, stage.loss.target_kl, loss.counts_age)
 
 
 class Stepper:
@@ -159,10 +159,14 @@ class Stepper:
             found = Accounting()
             given = stage, minibatch, loss, found, critic, distillation
             total, terms = self.passes.gradients(*given)
+            # Ranks have to decide alike, by the data of all of them. Without a decision nothing is
+            # sent.
             known = found if math.isinf(bound) and not scales else self.passes.collected(found)
             scale = known.ess_share() ** 0.5 if scales else 1.0
             kl = known.moved() if math.isfinite(bound) else 0.0
             moves = [(self.models.optimizer, rate * scale), *others]
+            # Never before the first update: data that are beyond the bound by their age alone would
+            # not be trained at all.
             if done and math.isfinite(total) and kl > bound:
                 ended = minibatch, known, kl
                 clear(moves)
@@ -210,11 +214,10 @@ class Stepper:
         bound: float,
         counts_age: bool,
     ) -> float | None:
-        """Return how far the last update led data: those that ended the step, else its own.
+        """Return how far the last update moved data: those that ended the step, else its own.
 
-        What is beyond the bound by its age alone counts by what that update moved it. ended: the
-        update that was left out, what its data were before it, and how far they had moved. None
-        without an update.
+        Data beyond the bound by their age alone count with the movement by that update. ended: the
+        minibatch that was left out, its accounting and its movement. None without an update.
         """
         if not done:
             return None

@@ -13,9 +13,8 @@ from evolver_async.config.values.rules import (
     Range,
     Variable,
 )
+from evolver_async.extension import is_own
 
-UNAUDITED = ("none", "rule")  # kinds of judge without probes: one is off, one computes labels
-EMBEDDERS = ("hash", "endpoint")  # those that are no path
 SUMMARISED = "auto"  # as questioning.profile: the model makes one
 LLM_SECTIONS = ("experience", "judge", "questioning", "reflection", "reward")  # have endpoints
 
@@ -103,6 +102,11 @@ class ExperienceConfig:
         """True if the run has an experience service, with a pool of its own."""
         return self.kind in ("contrast", "llm")
 
+    @property
+    def loads_embedder(self) -> bool:
+        """True if `embedder` is the directory of a model."""
+        return self.embedder not in ("hash", "endpoint") and not is_own(self.embedder)
+
 
 @dataclass
 class JudgeConfig:
@@ -126,6 +130,11 @@ class JudgeConfig:
     # (all of them for own judges)
     probes: Fraction = 0.02
     llm: LlmConfig = field(default_factory=LlmConfig)
+
+    @property
+    def audited(self) -> bool:
+        """True if labels are opinions, which probes measure: neither off nor computed."""
+        return self.kind not in ("none", "rule")
 
 
 @dataclass

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from launches import COMMAND, DEADLINE_S, alive, wait_for
+from forked import COMMAND
+from launches import DEADLINE_S, alive, wait_for
 from studies import made_study, run_of, write_cold, write_run
 
 from evolver_async.cli import main
