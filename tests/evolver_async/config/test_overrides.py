@@ -82,7 +82,7 @@ def test_a_correction_of_ones_own_may_have_an_interpolated_anchor() -> None:
         ("{learner: {lrr: 1}}", "stages[0].override: learner.lrr: unknown key"),
         ("{learner: {lr: -1}}", "stages[0].override: learner.lr: must be at least 0"),
         ("{tasks: {train: x}}", "stages[0].override: tasks.train: "),
-        ("{launch: {kind: serial}}", "stages[0].override.launch: belongs to the whole run"),
+        ("{launch: {kind: serial}}", "stages[0].override.launch.kind: belongs to the whole run"),
     ],
 )
 def test_a_bad_stage_override_is_named(override: str, message: str) -> None:
@@ -131,8 +131,7 @@ def test_a_stage_cannot_override_what_the_whole_run_shares(key: str) -> None:
     default = getattr(getattr(Config(), section), name)
     override = f"{{{section}: {{{name}: {default!r}}}}}"
     said = refusal(f"stages.0.override={override}")
-    assert said.startswith(f"stages[0].override.{section}")
-    assert said.endswith("belongs to the whole run, not to one stage")
+    assert said.startswith(f"stages[0].override.{key}: belongs to the whole run")
 
 
 def test_a_stage_overrides_what_the_buffer_reads_anew_in_every_stage() -> None:
@@ -150,18 +149,31 @@ ROLLBACK = "safety.action=rollback"
 
 
 def test_a_rollback_changes_the_stage_and_lowers_its_learning_rate_every_time() -> None:
-    change = "safety.rollback={selection: {kind: spread}, learner: {lr: 4e-4}}"
-    config = load(None, [STEPS, ROLLBACK, change, "stages.0.override={loss: {kl_coef: 0.1}}"])
+    kept = "experience: {keep_copied: 9}, critic: {warmup: 2}"  # keys that the learner alone reads
+    change = f"safety.rollback={{selection: {{kind: spread}}, learner: {{lr: 4e-4}}, {kept}}}"
+    used = ["experience.kind=contrast", "advantage.kind=gae"]
+    override = "stages.0.override={loss: {kl_coef: 0.1}}"
+    config = load(None, [STEPS, ROLLBACK, change, *used, override])
     stages = [stage_config(config, 0, rollbacks) for rollbacks in range(3)]
     assert [stage.selection.kind for stage in stages] == ["all", "spread", "spread"]
     assert [stage.learner.lr for stage in stages] == pytest.approx([5e-4, 2e-4, 1e-4])
+    assert [stage.experience.keep_copied for stage in stages] == [0, 9, 9]
+    assert [stage.critic.warmup for stage in stages] == [0, 2, 2]
     assert {stage.loss.kl_coef for stage in stages} == {0.1}
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([ROLLBACK, "safety.rollback={rollout: {max_turns: 3}}"], "safety.rollback: rollout: must"),
+        (
+            [ROLLBACK, "safety.rollback={rollout: {max_turns: 3}}"],
+            "safety.rollback: rollout.max_turns: belongs to the whole stage",
+        ),
+        (
+            [ROLLBACK, "safety.rollback={learner: {eps: 1e-6}}"],
+            "safety.rollback: learner.eps: belongs to the whole stage",
+        ),
+        ([ROLLBACK, "safety.rollback={los: {kl: k1}}"], "safety.rollback: los: unknown key"),
         (
             [ROLLBACK, "safety.rollback={loss: {kl_cof: 1}}"],
             "safety.rollback: loss.kl_cof: unknown",
