@@ -164,7 +164,8 @@ def item_kind(annotation: Any) -> Any:
 def keys(kind: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield every key of a dataclass and of the sections in it, with its annotation."""
     for name, annotation in annotations(kind).items():
-        if is_dataclass(section := unwrapped(annotation)):
+        section = unwrapped(annotation)
+        if isinstance(section, type) and is_dataclass(section):
             yield from keys(section, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", annotation
