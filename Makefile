@@ -43,7 +43,7 @@ test-vllm: $(VLLM_INSTALLED)
 test-frameworks: $(FRAMEWORKS_INSTALLED) $(ADAPTERS_INSTALLED)
 	OMP_NUM_THREADS=1 $(FRAMEWORKS)/bin/python -m pytest tests/frameworks --durations=5 $(ARGS)
 	OMP_NUM_THREADS=1 UV_SYSTEM_CERTS=1 $(ADAPTERS)/bin/python -m pytest -rs --durations=5 \
-		tests/actors/envs/test_adapters.py tests/actors/envs/test_verifiers_agent.py $(ARGS)
+		tests/actors/adapters/test_adapters.py tests/actors/endpoint/test_verifiers_agent.py $(ARGS)
 
 faults: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/faults --numprocesses 2 --dist loadfile \

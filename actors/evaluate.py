@@ -15,7 +15,6 @@ from actors.envs.base import EnvironmentFailure
 from actors.envs.exact import exact
 from actors.envs.tool_server import close_tool_servers
 from actors.formats.chat import Chat
-from actors.progress import TicketProgress
 from actors.rewards.facts import Unscorable
 from actors.rewards.scorer import RewardScorer
 from actors.rollout.environment import abandoned_closed
@@ -23,9 +22,10 @@ from actors.rollout.episode import EpisodeLate
 from actors.rollout.episode_config import setting_of
 from actors.rollout.finished import Finished
 from actors.rollout.group import run_group
+from actors.ticket_progress import TicketProgress
 from evolver_async import intervals
 from evolver_async.buffer.stages import eval_sets_of, source_of
-from evolver_async.buffer.tasks.source import EvalSet, held_out_task
+from evolver_async.buffer.tasks.task_source import EvalSet, held_out_task
 from evolver_async.checkpoint import history, shards
 from evolver_async.config import Config
 from evolver_async.config.load import stage_config

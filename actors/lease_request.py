@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 from actors.engines.weight_sync import WeightSync
 from evolver_async.metrics.activity import LEASING, ActivityClock
-from evolver_async.protocol import messages
 from evolver_async.schema import WeightId
-from evolver_async.transport.client import Client
+from evolver_async.wire import messages
+from evolver_async.wire.client import Client
 
 
 class ActorReplaced(RuntimeError):

@@ -14,10 +14,10 @@ from actors.endpoint.runner import make_agents
 from actors.engines.factory import follow_weights
 from actors.envs.base import env_class, make_env
 from actors.experience.guide import ExperienceGuide, ServiceBackend
-from actors.experience.own import own_backend
-from actors.failures import FailureCounts
+from actors.experience.own_backend import own_backend
+from actors.failure_counts import FailureCounts
 from actors.formats.chat import Chat
-from actors.judge.factory import make_judge
+from actors.judge.configured_judge import make_judge
 from actors.postprocess import ActorComponents
 from actors.questioning.questioner import make_questioner
 from actors.rewards.scorer import RewardScorer
@@ -25,7 +25,7 @@ from actors.rollout.environment import IdleEnvironments
 from actors.scripted.reflection import Reflector
 from actors.worker import ActorReplaced, Worker
 from evolver_async.buffer.stages import eval_sets_of, source_of
-from evolver_async.buffer.tasks.source import MixturePart
+from evolver_async.buffer.tasks.task_source import MixturePart
 from evolver_async.config import Config, ConfigError
 from evolver_async.config.load import from_dict, stage_config
 from evolver_async.config.secrets import reveal
@@ -34,16 +34,16 @@ from evolver_async.extension import is_own
 from evolver_async.model import policy
 from evolver_async.model.tokenizer import ModelError
 from evolver_async.process.garbage import collect_rarely, give_back_memory
+from evolver_async.process.package_versions import versions
 from evolver_async.process.setup import RoleArgs
-from evolver_async.process.versions import versions
-from evolver_async.protocol import messages
-from evolver_async.protocol.envelope import SCHEMA_HASH
 from evolver_async.terminal import say
-from evolver_async.transport.addresses import beside
-from evolver_async.transport.client import Client, Rejected
-from evolver_async.transport.dealer import DealerClient
-from evolver_async.transport.heartbeat import Heartbeat
-from evolver_async.transport.names import unresolved
+from evolver_async.wire import messages
+from evolver_async.wire.addresses import beside
+from evolver_async.wire.client import Client, Rejected
+from evolver_async.wire.dealer import DealerClient
+from evolver_async.wire.envelope import SCHEMA_HASH
+from evolver_async.wire.heartbeat import Heartbeat
+from evolver_async.wire.names import unresolved
 
 UNPLAYABLE = f"host {socket.gethostname()} cannot play the run's episodes"
 LEAVE_S = 5.0

@@ -6,12 +6,12 @@ from functools import partial
 from typing import Any
 
 from actors.envs.base import EnvironmentFailure
-from actors.failures import FailureCounts
+from actors.failure_counts import FailureCounts
 from evolver_async.metrics.activity import DELIVERING, ActivityClock
-from evolver_async.protocol import messages
-from evolver_async.protocol.bounded import WireError
 from evolver_async.schema import Ticket, Trajectory
-from evolver_async.transport.client import Client
+from evolver_async.wire import messages
+from evolver_async.wire.bounded import WireError
+from evolver_async.wire.client import Client
 
 log = logging.getLogger(__name__)
 

@@ -17,13 +17,12 @@ from actors.endpoint.runner import AgentRunner, JudgementMissing
 from actors.engines.weight_sync import WeightsLate
 from actors.envs.base import EnvironmentFailure
 from actors.experience.guide import ExperienceGuide
-from actors.failures import FailureCounts, unread
-from actors.first_reply import FirstReply
+from actors.failure_counts import FailureCounts, unread
 from actors.judge.judge import Judge, JudgedEpisode
 from actors.outbox import Outbox
-from actors.progress import TicketProgress
 from actors.questioning.grade import regrade
 from actors.questioning.questioner import Questioner
+from actors.reply_text import FirstReply
 from actors.rewards.facts import Unscorable
 from actors.rewards.scorer import RewardScorer
 from actors.rollout.environment import IdleEnvironments
@@ -31,6 +30,7 @@ from actors.rollout.episode import EpisodeLate
 from actors.rollout.episode_config import Setting
 from actors.rollout.finished import Finished
 from actors.scripted.reflection import Reflector
+from actors.ticket_progress import TicketProgress
 from evolver_async.metrics.activity import JUDGING
 from evolver_async.schema import Ticket
 

@@ -4,13 +4,13 @@ import asyncio
 from collections import Counter
 from dataclasses import dataclass, field
 
-from actors.engines.base import Engine
-from actors.envs.adapters import service_client
+from actors.adapters import service_client
+from actors.engines.engine import Engine
 from actors.postprocess import ActorComponents
 from actors.weights.arrival import ArrivalCheck
 from evolver_async.metrics.gauges import FIRST_S, PERIOD_S, ProcessGauges
-from evolver_async.protocol import messages
-from evolver_async.transport.client import Client
+from evolver_async.wire import messages
+from evolver_async.wire.client import Client
 
 REPORT_S = 1.0  # between two reports of failures
 ENGINE = (  # of an engine's `stats`, what is reported of one in processes of its own

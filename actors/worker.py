@@ -10,30 +10,30 @@ import contextlib
 import logging
 
 from actors.backoff import FailureBackoff
-from actors.engines.base import Engine
+from actors.engines.engine import Engine
 from actors.engines.weight_sync import WeightSync
 from actors.envs.tool_server import close_tool_servers
 from actors.formats.chat import Chat
 from actors.lease_request import ActorReplaced, LeaseRequest
 from actors.outbox import Outbox
 from actors.postprocess import ActorComponents, TicketPostprocessing, release_reason
-from actors.progress import TicketProgress, renewal
 from actors.reporter import Reporter
 from actors.rollout.environment import abandoned_closed
 from actors.rollout.episode_config import setting_of
 from actors.rollout.finished import Deliver, Finished
 from actors.rollout.group import run_group
 from actors.scripted.branching import branch_group
-from actors.scripted.expert import demonstrate_group
+from actors.scripted.demonstrations import demonstrate_group
+from actors.ticket_progress import TicketProgress, renewal
 from actors.weights.arrival import ArrivalCheck
 from actors.weights.source import VersionSource
 from evolver_async.config import Config
 from evolver_async.config.load import concurrent_members, stage_config
 from evolver_async.errors import Unrecoverable
 from evolver_async.metrics.activity import ACTOR_LEVELS, ActivityClock, wall_clock
-from evolver_async.protocol import messages
 from evolver_async.schema import Ticket
-from evolver_async.transport.client import Client, Rejected
+from evolver_async.wire import messages
+from evolver_async.wire.client import Client, Rejected
 
 log = logging.getLogger(__name__)
 

@@ -13,10 +13,10 @@ from typing import Any
 from rich.console import Console
 
 from evolver_async.config.load import load
-from evolver_async.metrics.lineages import current_rows
+from evolver_async.metrics.newest_lineage import current_rows
 from evolver_async.metrics.tail import Tail
-from evolver_async.watch.live import exact_values
-from evolver_async.watch.view import View
+from evolver_async.runs.watch.live import exact_values
+from evolver_async.runs.watch.view import View
 
 FOLDER = Path(__file__).parent
 COLUMNS = 86  # of the panel

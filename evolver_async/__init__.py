@@ -28,13 +28,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from evolver_async.config import Config
     from evolver_async.library import train
-    from evolver_async.results.run import load_run
+    from evolver_async.runs.results.loaded_run import load_run
 
 __all__ = ["Config", "load_run", "train"]
 
 _HOMES = {
     "Config": "evolver_async.config",
-    "load_run": "evolver_async.results.run",
+    "load_run": "evolver_async.runs.results.loaded_run",
     "train": "evolver_async.library",
 }
 

@@ -15,7 +15,7 @@ from evolver_async.config.load import dump
 from evolver_async.errors import TRAINING_ERROR, USER_ERROR, TrainingError
 from evolver_async.notebook import import_path
 from evolver_async.process.stopping import CODES
-from evolver_async.results.run import RunResults, load_run
+from evolver_async.runs.results.loaded_run import RunResults, load_run
 
 PREFIX = "evolver-async: "
 NESTED = "EVOLVER_ASYNC_NESTED"  # variable of the processes of a run, which must not begin another

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 
 import httpx
 
-from actors.experience.own import ExperienceBackend
+from actors.experience.own_backend import ExperienceBackend
 from evolver_async.config import Config
-from evolver_async.protocol.transcripts import Transcript
+from evolver_async.wire.transcripts import Transcript
 
 SUMMARY_S = 600.0  # its language model reads the episodes meanwhile
 

@@ -13,14 +13,14 @@ from evolver_async.config.load import load_written
 from evolver_async.errors import TrainingError
 from evolver_async.metrics.alerts import FAILED
 from evolver_async.metrics.writer import Metrics
-from evolver_async.process.addresses import weights_address
 from evolver_async.process.garbage import collect_rarely, give_back_memory
+from evolver_async.process.rendezvous import weights_address
 from evolver_async.process.setup import RoleArgs
-from evolver_async.protocol.messages import Beat
-from evolver_async.transport.client import Client
-from evolver_async.transport.dealer import DealerClient
-from evolver_async.transport.heartbeat import Heartbeat
-from evolver_async.weights import factory as channel
+from evolver_async.weights import ends as channel
+from evolver_async.wire.client import Client
+from evolver_async.wire.dealer import DealerClient
+from evolver_async.wire.heartbeat import Heartbeat
+from evolver_async.wire.messages import Beat
 from learner.ranks.process_group import Ranks
 from learner.run.rank_server import attend, meeting
 from learner.train import Learner

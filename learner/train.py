@@ -13,19 +13,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from evolver_async.checkpoint.directory import CheckpointError
-from evolver_async.checkpoint.directory import progress as writing
+from evolver_async.checkpoint.checkpoints import CheckpointError
+from evolver_async.checkpoint.checkpoints import progress as writing
 from evolver_async.config import Config
 from evolver_async.errors import EVALUATION_LOST, STOPPED, TrainingError
 from evolver_async.launch import run_directory
 from evolver_async.lineages import Fork
 from evolver_async.metrics.activity import OTHER
 from evolver_async.metrics.writer import Metrics, Timers
-from evolver_async.protocol import messages
 from evolver_async.room import await_room, lacks_room
 from evolver_async.schema import Group
-from evolver_async.transport.client import Client, Rejected
-from evolver_async.weights.channel.base import Publisher
+from evolver_async.weights.channel.interface import Publisher
+from evolver_async.wire import messages
+from evolver_async.wire.client import Client, Rejected
 from learner.diagnostics.alarms import Alarm
 from learner.diagnostics.judge_rates import forget_totals, note
 from learner.diagnostics.step_result import StepResult

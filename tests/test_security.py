@@ -26,13 +26,13 @@ from evolver_async.config import ConfigError, secrets
 from evolver_async.config.load import dump, from_dict, load, stage_config, to_dict
 from evolver_async.config.paths import check_paths
 from evolver_async.config.secrets import looks_secret, mask, reveal, without_secrets
-from evolver_async.config.values import errors
-from evolver_async.protocol import messages
-from evolver_async.transport.addresses import from_here
-from evolver_async.transport.client import AccessDenied
-from evolver_async.transport.dealer import DealerClient
-from evolver_async.transport.keys import KeysError, check_keys, client_keys, listed, make
-from evolver_async.transport.server import Server, check_address
+from evolver_async.config.values import config_error
+from evolver_async.wire import messages
+from evolver_async.wire.addresses import from_here
+from evolver_async.wire.client import AccessDenied
+from evolver_async.wire.dealer import DealerClient
+from evolver_async.wire.keys import KeysError, check_keys, client_keys, listed, make
+from evolver_async.wire.server import Server, check_address
 
 ROOT = Path(__file__).parent.parent
 ERROR_S = 20.0  # a client that is not let in knows by then, long before its request times out
@@ -348,8 +348,8 @@ def test_a_secret_in_the_configuration_is_refused_by_name(entry: str, said: str)
 def test_an_error_shows_the_reference_instead_of_what_came_from_the_environment(
     entry: str, value: str, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(errors, "references", {})
-    monkeypatch.setattr(secrets, "references", errors.references)
+    monkeypatch.setattr(config_error, "references", {})
+    monkeypatch.setattr(secrets, "references", config_error.references)
     monkeypatch.setenv("X", value)
     with pytest.raises(ConfigError) as caught:
         check_paths(load(None, ["stages=[{steps: 1}]", entry]))

@@ -5,23 +5,23 @@ import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from actors.checks.threads import check_threads
+from actors.checks.thread_trial import check_threads
 from actors.endpoint.external import start_key
 from actors.endpoint.runner import load_agent
 from actors.engines.vllm_options import problems
 from actors.envs import base
 from actors.envs.tool_server import tool_server
-from actors.experience.own import load_backend
+from actors.experience.own_backend import load_backend
 from actors.formats.turns import FORMATS, THOUGHTFUL
 from actors.formats.whole_message import extractor
-from actors.judge.factory import JUDGES
-from actors.llm.client import authorization
+from actors.judge.configured_judge import JUDGES
+from actors.llm.endpoint_client import authorization
 from actors.questioning.profile import load_profile
-from actors.rewards.own import load_function
+from actors.rewards.own_rewards import load_function
 from actors.rewards.scorer import RewardScorer, check_terms
 from actors.rollout.episode_config import format_name, format_of
 from evolver_async.buffer.stages import TICKETS, eval_sets_of, source_of
-from evolver_async.buffer.tasks.source import TaskSource
+from evolver_async.buffer.tasks.task_source import TaskSource
 from evolver_async.config import Config, ConfigError, StageConfig
 from evolver_async.config.load import stage_config
 from evolver_async.config.paths import embeds_by_model

@@ -16,7 +16,7 @@ import msgspec
 from actors.endpoint.request import ChatMessage
 from actors.endpoint.shares import LEAST_CHARS, abridge, shares, shorten
 from actors.endpoint.tools import assistant_text
-from actors.llm.client import Endpoint, Unavailable
+from actors.llm.endpoint_client import Endpoint, Unavailable
 from actors.llm.json_client import JsonClient, as_json, decode_json
 from evolver_async.randomness import key
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from actors.envs.results import checked_metrics, number, truth
+from actors.envs.return_checks import checked_metrics, number, truth
 from evolver_async.extension import RAISED
 from evolver_async.schema import Player
 

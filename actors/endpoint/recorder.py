@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from actors.endpoint.request import ChatMessage, ChatRequest, RequestRefused
 from actors.endpoint.template import Template
-from actors.engines.base import Generation
+from actors.engines.engine import Generation
 from actors.formats.chat import Stream
 from evolver_async.schema import Role, Sequence
 

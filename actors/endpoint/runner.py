@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from actors.endpoint.external import ExternalEpisodes, OpenedEpisode, Started
 from actors.endpoint.group_judge import GroupJudge
+from actors.endpoint.http_server import EndpointServer
 from actors.endpoint.outcome import (
     Agent,
     AgentOutcome,
@@ -22,20 +23,19 @@ from actors.endpoint.outcome import (
     paid,
     require_rewards,
 )
-from actors.endpoint.server import EndpointServer
 from actors.endpoint.session import EndpointSession
 from actors.endpoint.template import Template
-from actors.engines.base import Engine
+from actors.engines.engine import Engine
 from actors.envs.base import EnvironmentFailure
-from actors.failures import FailureCounts
+from actors.failure_counts import FailureCounts
 from actors.formats.chat import Chat
-from actors.llm.client import Endpoint
-from actors.progress import TicketProgress
+from actors.llm.endpoint_client import Endpoint
 from actors.rollout.environment import own_cancellation
 from actors.rollout.episode import HUNG_S, EpisodeLate
 from actors.rollout.episode_config import Setting
 from actors.rollout.finished import Deliver, Finished, RewardTooLarge, assembled
 from actors.rollout.group import side_by_side
+from actors.ticket_progress import TicketProgress
 from evolver_async.config import Config
 from evolver_async.config.sections.rollout import EXTERNAL, EndpointConfig
 from evolver_async.extension import RAISED

@@ -11,14 +11,14 @@ from actors.endpoint.recorder import PendingCall, Recorder
 from actors.endpoint.request import ChatMessage, ChatRequest, RequestRefused
 from actors.endpoint.template import Template
 from actors.endpoint.tools import CALL_END, ParsedTurn
-from actors.engines.base import Engine, Generation, Request
-from actors.progress import TicketProgress
+from actors.engines.engine import Engine, Generation, Request
 from actors.rollout.episode_config import Setting
+from actors.ticket_progress import TicketProgress
 from evolver_async.metrics.activity import GENERATING
 from evolver_async.model.grammar import GrammarError
-from evolver_async.protocol.transcripts import Turn
 from evolver_async.randomness import key
 from evolver_async.schema import FAILED_CALL, Grammar, Ticket, TurnFlag
+from evolver_async.wire.transcripts import Turn
 
 MODEL_UNKNOWN = "model_not_found"  # as OpenAI's API says it
 MAX_GRAMMARS = 32 << 10  # characters of an episode's; the header of a trajectory has twice that

@@ -11,8 +11,8 @@ from typing import Any
 
 import httpx
 
+from actors.adapters.textarena_env import PLAYERS, TextArena
 from actors.endpoint.outcome import AgentOutcome
-from actors.envs.adapters.textarena_env import PLAYERS, TextArena
 from actors.envs.base import EnvError, make_env
 from evolver_async.files import parsed
 from evolver_async.schema import Task

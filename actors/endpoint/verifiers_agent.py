@@ -8,8 +8,8 @@ import asyncio
 import importlib
 from typing import Any
 
+from actors.adapters.verifiers_env import Verifiers, package
 from actors.endpoint.outcome import AgentOutcome
-from actors.envs.adapters.verifiers_env import Verifiers, package
 from actors.envs.base import EnvError, make_env, one_line
 from evolver_async.extension import RAISED
 from evolver_async.schema import Task

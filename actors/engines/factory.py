@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from actors.engines.base import Engine
+from actors.engines.engine import Engine
 from actors.engines.torch_engine import TorchEngine
 from actors.weights.source import FetchedWeights, VersionSource
 from evolver_async.config import Config
@@ -19,7 +19,7 @@ from evolver_async.memory.vllm_limits import CPU_KV_BYTES, cpu_kv_bytes
 from evolver_async.model import policy
 from evolver_async.model.precision import load_policy, stored_dtype
 from evolver_async.schema import WeightId
-from evolver_async.weights.factory import ReceiverSettings, receiver, receiver_settings
+from evolver_async.weights.ends import ReceiverSettings, receiver, receiver_settings
 from evolver_async.weights.lora_receiver import whole
 
 if TYPE_CHECKING:

@@ -5,8 +5,8 @@ import asyncio
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from actors.engines.base import Request
 from actors.engines.decoding.kv_slots import check_attention
+from actors.engines.engine import Request
 from actors.engines.torch_engine import TorchEngine
 from evolver_async.config import Config, ConfigError
 from evolver_async.model.policy import token_logprobs

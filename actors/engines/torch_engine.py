@@ -21,13 +21,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from actors.engines.base import Generation, Request, RunningRequest
 from actors.engines.decoding.adoption import adopt
 from actors.engines.decoding.forward import SlotModel
 from actors.engines.decoding.kv_slots import Slots, check_model
 from actors.engines.decoding.prefill import choose_prefill
 from actors.engines.decoding.sampling import Draws, sample
 from actors.engines.decoding.stops import StopStrings
+from actors.engines.engine import Generation, Request, RunningRequest
 from evolver_async.model import grammar
 from evolver_async.model.grammar import GrammarError, Grammars
 from evolver_async.model.policy import pair_state
@@ -39,7 +39,7 @@ LEAST_TOKENS = 16  # of any: a slower machine is not made faster by smaller step
 
 
 class TorchEngine:
-    """Engine on a Hugging Face causal language model; see `actors.engines.base.Engine`.
+    """Engine on a Hugging Face causal language model; see `actors.engines.engine.Engine`.
 
     `slots`: number of concurrent sequences; `max_length`: tokens of context; `prefill_tokens`:
     tokens of one prefill step, padding included, and at most those of `forward_s` seconds by the

@@ -34,8 +34,8 @@ from evolver_async.model.policy import ModelError, check_shapes, weight_shapes
 from evolver_async.process import segments
 from evolver_async.process.private_directories import PREFIX, claim, sweep
 from evolver_async.schema import WeightId
-from evolver_async.weights.channel.base import WeightsGone
-from evolver_async.weights.factory import ReceiverSettings
+from evolver_async.weights.channel.interface import WeightsGone
+from evolver_async.weights.ends import ReceiverSettings
 from evolver_async.weights.probe import Probe
 from evolver_async.weights.shm import ShmPublisher
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from actors.engines.base import Generation, Request
+from actors.engines.engine import Generation, Request
 from actors.engines.vllm_core import VllmCore
 from actors.weights.arrival import EngineLost
 from evolver_async.model.grammar import GrammarError, Grammars

@@ -12,17 +12,17 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from actors.engines.base import Engine
-from actors.progress import TicketProgress
+from actors.engines.engine import Engine
+from actors.ticket_progress import TicketProgress
 from actors.weights.arrival import ArrivalCheck
 from actors.weights.source import VersionSource
 from evolver_async.config import ActorsConfig
 from evolver_async.metrics.activity import AWAITING, LOADING, ActivityClock
 from evolver_async.model.tokenizer import ModelError
-from evolver_async.protocol.failures import FailureKind
 from evolver_async.randomness import key
 from evolver_async.schema import SCRIPTED, Ticket, WeightId
-from evolver_async.weights.channel.base import WeightsCorrupt, WeightsGone
+from evolver_async.weights.channel.interface import WeightsCorrupt, WeightsGone
+from evolver_async.wire.failure_totals import FailureKind
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ class WeightsLate(Exception):
 
 
 class NotedFailures(Protocol):
-    """The part of `actors.failures.FailureCounts` that the synchronisation uses."""
+    """The part of `actors.failure_counts.FailureCounts` that the synchronisation uses."""
 
     def note(self, kind: FailureKind, name: str, error: str) -> None: ...
 

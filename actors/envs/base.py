@@ -16,35 +16,35 @@ from typing import Any, Protocol, runtime_checkable
 
 import msgspec
 
-from actors.envs.results import Opening, checked_opening
+from actors.envs.return_checks import Opening, checked_opening
 from evolver_async.config.secrets import mask, reveal
 from evolver_async.env import Exact, Step
 from evolver_async.extension import RAISED
-from evolver_async.protocol.failures import FailureKind
 from evolver_async.schema import Task
+from evolver_async.wire.failure_totals import FailureKind
 
 REGISTRY = {
-    "agentevolver": "actors.envs.adapters.agentevolver_service:AgentEvolver",
-    "agentevolver_code": "actors.envs.adapters.agentevolver_service:AgentEvolverCode",
+    "agentevolver": "actors.adapters.agentevolver_service:AgentEvolver",
+    "agentevolver_code": "actors.adapters.agentevolver_service:AgentEvolverCode",
     "bandit": "actors.envs.bandit:Bandit",
-    "bookings": "actors.envs.bookings.env:Bookings",
+    "bookings": "actors.envs.bookings.bookings_env:Bookings",
     "cliff_walking": "actors.envs.grid.cliff_walking:CliffWalking",
-    "code": "actors.envs.code.env:Code",
+    "code": "actors.envs.code.code_env:Code",
     "frozen_lake": "actors.envs.grid.frozen_lake:FrozenLake",
-    "gymnasium": "actors.envs.adapters.gymnasium_env:Gymnasium",
-    "gymnasium_table": "actors.envs.adapters.gymnasium_env:GymnasiumTable",
-    "openenv": "actors.envs.adapters.openenv_env:OpenEnv",
-    "prompts": "actors.envs.prompts:Prompts",
-    "reasoning_gym": "actors.envs.adapters.reasoning_gym_env:ReasoningGym",
-    "scienceworld": "actors.envs.adapters.scienceworld_env:ScienceWorld",
+    "gymnasium": "actors.adapters.gymnasium_env:Gymnasium",
+    "gymnasium_table": "actors.adapters.gymnasium_env:GymnasiumTable",
+    "openenv": "actors.adapters.openenv_env:OpenEnv",
+    "prompts": "actors.envs.row_prompts:Prompts",
+    "reasoning_gym": "actors.adapters.reasoning_gym_env:ReasoningGym",
+    "scienceworld": "actors.adapters.scienceworld_env:ScienceWorld",
     "sokoban": "actors.envs.grid.sokoban:Sokoban",
-    "textarena": "actors.envs.adapters.textarena_env:TextArena",
-    "textworld": "actors.envs.adapters.textworld_env:TextWorld",
-    "verifiers": "actors.envs.adapters.verifiers_env:Verifiers",
-    "webshop": "actors.envs.webshop.env:WebShop",
-    "webshop_tools": "actors.envs.webshop.env:ToolShop",
-    "workshop": "actors.envs.workshop.env:Workshop",
-    "workshop_tools": "actors.envs.workshop.env:ToolWorkshop",
+    "textarena": "actors.adapters.textarena_env:TextArena",
+    "textworld": "actors.adapters.textworld_env:TextWorld",
+    "verifiers": "actors.adapters.verifiers_env:Verifiers",
+    "webshop": "actors.envs.webshop.webshop_env:WebShop",
+    "webshop_tools": "actors.envs.webshop.webshop_env:ToolShop",
+    "workshop": "actors.envs.workshop.workshop_env:Workshop",
+    "workshop_tools": "actors.envs.workshop.workshop_env:ToolWorkshop",
 }
 
 FOREIGN = ("gymnasium", "textarena")  # these play what others have written

@@ -19,7 +19,7 @@ import msgspec
 
 from actors.child_main import serve
 from actors.envs.base import Env, env_class, make_env
-from actors.envs.results import checked_step
+from actors.envs.return_checks import checked_step
 from evolver_async.schema import Task
 
 DATA = (  # of an instance, which `actors/envs/base.py` names

@@ -5,7 +5,7 @@ import statistics
 from collections.abc import Iterable, Sequence
 
 from actors.envs.base import EnvError, Measurable, make_env, one_line, settled
-from actors.envs.results import checked_exact
+from actors.envs.return_checks import checked_exact
 from evolver_async.env import Exact
 from evolver_async.extension import RAISED
 from evolver_async.schema import Task

@@ -16,7 +16,7 @@ from contextlib import AbstractAsyncContextManager
 from typing import Any, NamedTuple
 
 from actors.formats.tool_calls import ANSWER_TOOL
-from actors.llm.client import authorization
+from actors.llm.endpoint_client import authorization
 from evolver_async.config import ConfigError
 from evolver_async.config.secrets import mask
 from evolver_async.extension import RAISED

@@ -4,10 +4,10 @@ import asyncio
 import tempfile
 from pathlib import Path
 
+from actors.experience.experience_service import DIRECTORY, open_pool
 from actors.experience.guide import QUERY_CHARS, NoAnswer
-from actors.experience.own import own_backend
-from actors.experience.service import DIRECTORY, open_pool
-from actors.experience.store import copy_pool
+from actors.experience.own_backend import own_backend
+from actors.experience.pool_file import copy_pool
 from actors.formats.chat import Chat
 from actors.llm.quoting import quoted_lines
 from evolver_async.config import Config

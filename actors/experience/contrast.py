@@ -12,7 +12,7 @@ from actors.experience.pool import Item
 from actors.experience.successes import SolvedGroup
 from actors.experience.templates import contrast
 from actors.llm.quoting import MAX_CHARS
-from evolver_async.protocol.transcripts import Transcript, Turn
+from evolver_async.wire.transcripts import Transcript, Turn
 
 MAX_ITEMS = 8  # per group
 

@@ -7,10 +7,10 @@ import numpy as np
 
 from actors.experience.embed import KEY, Embedder, HashEmbedder, OwnEmbedder
 from actors.experience.embedding_endpoint import ENDPOINT, EndpointEmbedder
-from actors.failures import FailureCounts
+from actors.failure_counts import FailureCounts
 from evolver_async.config import ExperienceConfig
 from evolver_async.extension import is_own
-from evolver_async.protocol.failures import FailureKind
+from evolver_async.wire.failure_totals import FailureKind
 
 DEDUP_HASH, DEDUP_NEURAL = 0.95, 0.5  # texts with at least this cosine are duplicates
 

@@ -1,8 +1,8 @@
 """Embedder by an OpenAI-compatible endpoint: `POST url/embeddings`.
 
-Answers are untrusted, as those of `actors/llm/client.py`, whose failures these are. Calls block, as
-every embedder does: the service has no answer without the vector. The circuit breaker keeps an
-endpoint that is down from being waited for with every question.
+Answers are untrusted, as those of `actors/llm/endpoint_client.py`, whose failures these are. Calls
+block, as every embedder does: the service has no answer without the vector. The circuit breaker
+keeps an endpoint that is down from being waited for with every question.
 """
 
 import time
@@ -13,7 +13,7 @@ import numpy as np
 
 from actors.experience.embed import KEY, of_length_one
 from actors.llm.budget import Breaker
-from actors.llm.client import Unavailable, authorization, status_failure
+from actors.llm.endpoint_client import Unavailable, authorization, status_failure
 from evolver_async.config import EmbeddingConfig
 
 ENDPOINT = "endpoint"  # value of `experience.embedder`

@@ -5,7 +5,8 @@
 
 An episode waits at most `timeout_s`. After a question without an answer no other is asked for
 `OUTAGE_S`: during an outage episodes are unguided and counted. The texts are untrusted data, which
-`quoting.py` quotes. A backend answers: the experience service, or one of the user's (`own.py`).
+`quoting.py` quotes. A backend answers: the experience service, or one of the user's
+(`own_backend.py`).
 """
 
 import asyncio
@@ -16,14 +17,14 @@ from typing import Protocol
 from msgspec.structs import replace
 
 from actors.experience.state_keys import beginning, state_key
-from actors.failures import FailureCounts
+from actors.failure_counts import FailureCounts
 from actors.llm.quoting import quoted_lines
-from actors.rollout.policy import Advice
+from actors.rollout.episode_policy import Advice
 from evolver_async.config import ExperienceConfig
-from evolver_async.protocol import messages
-from evolver_async.protocol.transcripts import Transcript, Turn
 from evolver_async.schema import Task
-from evolver_async.transport.client import Client, Rejected
+from evolver_async.wire import messages
+from evolver_async.wire.client import Client, Rejected
+from evolver_async.wire.transcripts import Transcript, Turn
 
 QUERY_CHARS = 20_000
 SPLIT = "train"  # the only split whose groups teach

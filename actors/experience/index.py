@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from actors.experience.gpu_vectors import vector_table
-from actors.experience.store import ExperienceEntry
+from actors.experience.pool_file import ExperienceEntry
 
 FIRST = 32  # rows that a search finds at first
 MAX_CACHED = 4096  # questions

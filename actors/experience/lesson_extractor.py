@@ -23,15 +23,15 @@ from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
-from actors.experience import prompts
+from actors.experience import lesson_prompts
 from actors.experience.pool import Item
 from actors.experience.successes import SolvedGroup
-from actors.llm.client import Endpoint, Unavailable
+from actors.llm.endpoint_client import Endpoint, Unavailable
 from actors.llm.json_client import JsonClient, decode_json
 from actors.llm.quoting import MARK, plain
 from evolver_async.config import ExperienceConfig
-from evolver_async.protocol import messages
-from evolver_async.protocol.transcripts import Transcript
+from evolver_async.wire import messages
+from evolver_async.wire.transcripts import Transcript
 
 T = TypeVar("T")
 
@@ -207,23 +207,23 @@ class LessonExtractor:
             failed = [episode for episode in failed if episode in fit]
         questions: list[tuple[str, int, Sequence[Transcript]]] = []
         if solved:
-            questions.append((prompts.SUCCESS, LESSONS, solved))
+            questions.append((lesson_prompts.SUCCESS, LESSONS, solved))
         if failed:
-            questions.append((prompts.FAILURE, LESSONS, failed))
+            questions.append((lesson_prompts.FAILURE, LESSONS, failed))
         if solved and failed:
-            questions.append((prompts.COMPARISON, COMPARED, [solved[0], failed[-1]]))
+            questions.append((lesson_prompts.COMPARISON, COMPARED, [solved[0], failed[-1]]))
         ranked = [*solved, *failed]
         shown = ranked if len(ranked) < 2 else [ranked[0], ranked[-1]]
         if elsewhere is not None and failed:
             shown = [elsewhere.episodes[0], failed[-1]]
-            questions.append((prompts.ELSEWHERE, COMPARED, shown))
+            questions.append((lesson_prompts.ELSEWHERE, COMPARED, shown))
         asked = (self._lessons(text, most, group.query, of) for text, most, of in questions)
         found = await asyncio.gather(*asked)
         lessons = [lesson for some in found for lesson in some]
         if not lessons:
             return []
         contents = [lesson.content for lesson in lessons]
-        question = prompts.validation(group.query, shown, contents)
+        question = lesson_prompts.validation(group.query, shown, contents)
         scores = await self._ask(question, lambda answer: parse_scores(answer, len(lessons)))
         teacher = "" if elsewhere is None else elsewhere.source
         items = [
@@ -237,7 +237,7 @@ class LessonExtractor:
     async def _fit(self, query: str, episodes: list[Transcript]) -> list[Transcript]:
         """Return the episodes that can teach; all of them if the answer cannot be read."""
         parse = partial(parse_verdicts, count=len(episodes))
-        verdicts = await self._ask(prompts.vetting(query, episodes), parse)
+        verdicts = await self._ask(lesson_prompts.vetting(query, episodes), parse)
         if verdicts is None:
             return episodes
         fit = [one for one, verdict in zip(episodes, verdicts, strict=True) if verdict.fit]
@@ -247,12 +247,12 @@ class LessonExtractor:
     async def _lessons(
         self, question: str, most: int, query: str, episodes: Sequence[Transcript]
     ) -> list[Lesson]:
-        prompt = prompts.lessons(question, most, self._longest, query, episodes)
+        prompt = lesson_prompts.lessons(question, most, self._longest, query, episodes)
         parse = partial(parse_lessons, most=most, longest=self._longest)
         return await self._ask(prompt, parse) or []
 
     async def _rewrite(self, query: str, texts: list[str]) -> list[str]:
-        prompt = prompts.rewrite(query, texts, self._longest)
+        prompt = lesson_prompts.rewrite(query, texts, self._longest)
         try:
             return await self._ask(prompt, partial(parse_text, longest=self._longest)) or []
         except Unavailable as error:
@@ -264,7 +264,7 @@ class LessonExtractor:
             return []
 
     async def _ask(self, question: str, parse: Callable[[str], T]) -> T | None:
-        answer = await self._client.ask(prompts.SYSTEM, question, parse)
+        answer = await self._client.ask(lesson_prompts.SYSTEM, question, parse)
         self._counts["unreadable"] += answer is None
         return answer
 

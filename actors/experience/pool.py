@@ -18,10 +18,10 @@ import numpy as np
 from actors.experience.embed import Embedder
 from actors.experience.embedders import CountedEmbedder, EmbedFailed
 from actors.experience.index import Near, VectorIndex, cosine_steps, least_cosine, rank
-from actors.experience.store import ExperienceEntry, Store
+from actors.experience.pool_file import ExperienceEntry, Store
 from actors.experience.successes import SuccessMemory
 from actors.experience.templates import advice_of
-from actors.failures import FailureCounts
+from actors.failure_counts import FailureCounts
 
 CANDIDATES = 128  # nearest entries that are ranked
 MAX_ALIKE = 16  # entries with one advice for similar tasks whose texts are alike

@@ -14,8 +14,8 @@ import numpy as np
 from actors.experience.embed import Embedder
 from actors.experience.embedders import EmbedFailed
 from actors.experience.index import cosine_steps
-from actors.experience.store import Store
-from evolver_async.protocol.transcripts import Transcript
+from actors.experience.pool_file import Store
+from evolver_async.wire.transcripts import Transcript
 
 CAPACITY = 256  # queries, each with its newest solved group
 EPISODES = 4  # of a solved group

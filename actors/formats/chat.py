@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from actors.engines.base import Generation
+from actors.engines.engine import Generation
 from actors.formats.tags import THOUGHT
 from evolver_async.files import parsed
 from evolver_async.model.tokenizer import end_tokens

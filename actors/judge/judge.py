@@ -13,13 +13,13 @@ import math
 from collections import Counter, OrderedDict
 from typing import NamedTuple
 
-from actors.failures import FailureCounts
+from actors.failure_counts import FailureCounts
 from actors.judge.labels import UNLABELLED, UnreadableLabels, by_progress, parse
 from actors.judge.prompt import SYSTEM, again, question
-from actors.llm.client import Endpoint, Unavailable
+from actors.llm.endpoint_client import Endpoint, Unavailable
 from actors.llm.self_client import PolicyClient
 from evolver_async.config import JudgeConfig
-from evolver_async.protocol.transcripts import Turn
+from evolver_async.wire.transcripts import Turn
 
 ATTEMPTS = 2  # until an answer can be parsed
 QUEUE_SHARE = 0.5  # of `timeout_s`; a question sent later would have too little time

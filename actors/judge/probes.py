@@ -13,7 +13,7 @@ from itertools import pairwise
 
 from msgspec.structs import replace
 
-from evolver_async.protocol.transcripts import Turn
+from evolver_async.wire.transcripts import Turn
 
 MOST_IDLE = 4  # idle turns of a probe
 PRAISES = (

@@ -7,7 +7,7 @@ import json
 from collections.abc import Sequence
 
 from actors.judge.labels import VERDICT
-from evolver_async.protocol.transcripts import Turn
+from evolver_async.wire.transcripts import Turn
 
 SYSTEM = f"""\
 You review the finished episode of an agent and decide for every one of its steps whether it helped.

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from actors.llm.client import Endpoint
+from actors.llm.endpoint_client import Endpoint
 
 T = TypeVar("T")
 

@@ -4,10 +4,10 @@ import asyncio
 import logging
 import math
 
-from actors.engines.base import Engine, Request
+from actors.engines.engine import Engine, Request
 from actors.formats.chat import Chat
 from actors.llm.budget import Budget
-from actors.llm.client import Unavailable
+from actors.llm.endpoint_client import Unavailable
 from evolver_async.config import Config
 from evolver_async.randomness import key
 from evolver_async.schema import WeightId

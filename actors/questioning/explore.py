@@ -12,20 +12,20 @@ from typing import ClassVar, Literal
 
 import msgspec
 
-from actors.engines.base import Generation
+from actors.engines.engine import Generation
 from actors.envs.base import env_class, makes_goals
 from actors.formats.chat import Chat
 from actors.formats.tool_calls import called
 from actors.formats.turns import TurnFormat
-from actors.llm.client import Unavailable
+from actors.llm.endpoint_client import Unavailable
 from actors.llm.json_client import JsonClient, as_json, decode_json, step_records
-from actors.progress import TicketProgress
 from actors.questioning.actions import ActionForm, Surroundings, WrittenAction
-from actors.questioning.prompts import BREADTH, DEPTH, EXPLORE
+from actors.questioning.questioning_prompts import BREADTH, DEPTH, EXPLORE
 from actors.rollout.conversation import plain_instructions, with_tools
 from actors.rollout.environment import TimedEnvironment
 from actors.rollout.episode_config import Setting
-from actors.rollout.policy import EpisodePolicy
+from actors.rollout.episode_policy import EpisodePolicy
+from actors.ticket_progress import TicketProgress
 from evolver_async.config import QuestioningConfig
 from evolver_async.extension import RAISED
 from evolver_async.schema import Task, Ticket

@@ -10,7 +10,7 @@ import numpy as np
 
 from actors.experience.embed import Embedder, words_of
 from actors.experience.embedders import EmbedFailed
-from actors.questioning.replay import ReplayedEpisode
+from actors.questioning.action_replay import ReplayedEpisode
 from actors.questioning.synthesize import Candidate
 from evolver_async.buffer.tasks.stream import MAX_BYTES
 from evolver_async.randomness import key

@@ -16,9 +16,9 @@ import msgspec
 import numpy as np
 
 from actors.llm.json_client import JsonClient, as_json, decode_json, step_records, truncate
-from actors.questioning.prompts import GRADE
-from evolver_async.protocol.transcripts import Turn
+from actors.questioning.questioning_prompts import GRADE
 from evolver_async.schema import Task, Trajectory
+from evolver_async.wire.transcripts import Turn
 
 ACHIEVED, FAILED = 60, 40  # lowest score of a success, highest score of a failure
 REPEATS, REPEATED_SCORE = 3, 20  # so many repetitions limit the score to this

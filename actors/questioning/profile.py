@@ -19,7 +19,7 @@ from actors.llm.json_client import (
     truncate,
 )
 from actors.questioning.actions import Surroundings
-from actors.questioning.prompts import OBEYS, SUMMARY
+from actors.questioning.questioning_prompts import OBEYS, SUMMARY
 from evolver_async.config import ConfigError
 from evolver_async.config.sections.agentevolver import SUMMARISED
 from evolver_async.schema import Task

@@ -14,32 +14,32 @@ from collections import Counter
 
 import msgspec
 
-from actors.engines.base import Engine
+from actors.engines.engine import Engine
 from actors.envs.base import EnvironmentFailure
 from actors.experience.embed import Embedder, HashEmbedder
 from actors.experience.embedders import CountedEmbedder, load_embedder
-from actors.failures import FailureCounts
-from actors.llm.client import Endpoint, Unavailable
+from actors.failure_counts import FailureCounts
+from actors.llm.endpoint_client import Endpoint, Unavailable
 from actors.llm.json_client import JsonClient
-from actors.progress import TicketProgress
 from actors.questioning import synthesize
+from actors.questioning.action_replay import ReplayedEpisode, replay
 from actors.questioning.actions import ActionForm, Surroundings
 from actors.questioning.explore import Explorer, exploring, has_goals, unbound
 from actors.questioning.filters import KnownTasks, feasible, large
 from actors.questioning.grade import Grade, grade
 from actors.questioning.profile import Profiles, obeys
-from actors.questioning.replay import ReplayedEpisode, replay
 from actors.questioning.solve import solve_again
 from actors.questioning.synthesize import Candidate, Exploration, task_of, too_long
 from actors.rollout.environment import IdleEnvironments, TimedEnvironment
 from actors.rollout.episode_config import Setting
+from actors.rollout.episode_policy import EpisodePolicy
 from actors.rollout.finished import Deliver, Finished
 from actors.rollout.group import run_group, run_members
-from actors.rollout.policy import EpisodePolicy
+from actors.ticket_progress import TicketProgress
 from evolver_async.config import Config
-from evolver_async.protocol.transcripts import Turn
 from evolver_async.randomness import key
 from evolver_async.schema import Task, Ticket
+from evolver_async.wire.transcripts import Turn
 
 COUNTED = ("candidates", "accepted", "dropped_known", "dropped_large", "dropped_infeasible")
 LLM_COUNTED = (  # only with a language model

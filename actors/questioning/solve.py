@@ -7,14 +7,14 @@ replayed.
 from functools import partial
 
 from actors.llm.json_client import JsonClient, as_json, step_records
-from actors.progress import TicketProgress
 from actors.questioning.actions import ActionForm
 from actors.questioning.explore import parse_choice
 from actors.questioning.grade import grade
-from actors.questioning.prompts import SOLVE
+from actors.questioning.questioning_prompts import SOLVE
 from actors.rollout.environment import TimedEnvironment
-from evolver_async.protocol.transcripts import Turn
+from actors.ticket_progress import TicketProgress
 from evolver_async.schema import Task
+from evolver_async.wire.transcripts import Turn
 
 
 async def solve_again(

@@ -10,11 +10,11 @@ from typing import Annotated, Any, NamedTuple
 import msgspec
 
 from actors.llm.json_client import as_json, decode_json, newest, step_records, truncate
+from actors.questioning.action_replay import ReplayedEpisode
 from actors.questioning.actions import ActionForm, WrittenAction
-from actors.questioning.prompts import SYNTHESIS
-from actors.questioning.replay import ReplayedEpisode
-from evolver_async.protocol.transcripts import Turn
+from actors.questioning.questioning_prompts import SYNTHESIS
 from evolver_async.schema import Task
+from evolver_async.wire.transcripts import Turn
 
 QUERY_CHARS = 1_000
 # Of all actions, as tasks are sent and stored with their solution; code is longer than a text.

@@ -7,8 +7,8 @@ import msgspec
 
 from actors.formats.tool_calls import ANSWER_TOOL, called
 from actors.rollout.finished import Finished
-from evolver_async.protocol.transcripts import Turn
 from evolver_async.schema import Role, Task, Trajectory, TurnFlag
+from evolver_async.wire.transcripts import Turn
 
 Message = dict[str, Any]
 THOUGHTS_END = "</think>"

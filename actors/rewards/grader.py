@@ -2,7 +2,7 @@
 
 import msgspec
 
-from actors.llm.client import Endpoint, Unavailable
+from actors.llm.endpoint_client import Endpoint, Unavailable
 from actors.llm.json_client import JsonClient, as_json, decode_json, truncate
 from actors.rewards.facts import EpisodeFacts, Unscorable
 

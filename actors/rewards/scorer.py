@@ -19,13 +19,19 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from actors.failures import FailureCounts
-from actors.llm.client import Endpoint
+from actors.failure_counts import FailureCounts
+from actors.llm.endpoint_client import Endpoint
 from actors.rewards import answers
 from actors.rewards.facts import EpisodeFacts, Unscorable, answer_of, calls, facts_of
 from actors.rewards.grader import Grader
-from actors.rewards.own import AsyncThread, OwnFunction, arguments_of, load_function, value_of
-from actors.rewards.programs import ProgramTests, probe
+from actors.rewards.own_rewards import (
+    AsyncThread,
+    OwnFunction,
+    arguments_of,
+    load_function,
+    value_of,
+)
+from actors.rewards.program_tests import ProgramTests, probe
 from actors.rewards.workers import WorkerPool
 from actors.rollout.episode_config import Setting
 from actors.rollout.finished import Finished, RewardTooLarge, refuse_large

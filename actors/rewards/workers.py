@@ -28,8 +28,8 @@ class WorkerPool:
     ) -> tuple[Any, dict[str, float]]:
         """Return a function's result and the metrics that it logged.
 
-        `path`: module:function; `made`: see `worker.py`. Raises Unscorable if the function raised,
-        ended its process or has not returned after `timeout_s`.
+        `path`: module:function; `made`: see `term_process.py`. Raises Unscorable if the function
+        raised, ended its process or has not returned after `timeout_s`.
         """
         worker = self._free.get()
         try:
@@ -61,7 +61,7 @@ class _ScoringProcess(ChildProcess):
     """One process, seen from the actor."""
 
     def __init__(self) -> None:
-        super().__init__("actors.rewards.worker", LARGEST_REPLY)
+        super().__init__("actors.rewards.term_process", LARGEST_REPLY)
         self._loaded: set[str] = set()
 
     def load(self, path: str) -> None:

@@ -11,9 +11,9 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from actors.engines.base import Generation
+from actors.engines.engine import Generation
 from actors.envs.base import Described, Env, Tooled, settled
-from actors.envs.results import Opening, checked_tools
+from actors.envs.return_checks import Opening, checked_tools
 from actors.formats.chat import Stream
 from actors.formats.native_turns import NativeTurns
 from actors.formats.turns import callable_tools

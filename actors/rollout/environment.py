@@ -30,7 +30,7 @@ from actors.envs.base import (
     settled,
 )
 from actors.envs.env_process import EnvProcess, EnvProcesses, RemoteEnv, make_remote
-from actors.envs.results import (
+from actors.envs.return_checks import (
     Opening,
     checked_goal,
     checked_opening,
@@ -41,11 +41,11 @@ from actors.envs.results import (
     text,
 )
 from actors.envs.tool_server import ToolServer
-from actors.failures import FailureCounts
+from actors.failure_counts import FailureCounts
 from actors.formats.chat import encodable
 from actors.formats.tool_calls import ANSWER_TOOL, ToolInvocation, called
 from actors.formats.turns import TurnFormat, callable_tools
-from actors.progress import TicketProgress
+from actors.ticket_progress import TicketProgress
 from evolver_async.env import Info, Step
 from evolver_async.extension import RAISED
 from evolver_async.metrics.activity import BLOCKING, STEPPING

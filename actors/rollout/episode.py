@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from actors.engines.base import Generation
+from actors.engines.engine import Generation
 from actors.envs.base import (
     Bounded,
     Concluding,
@@ -25,7 +25,6 @@ from actors.envs.base import (
 from actors.formats.chat import encodable
 from actors.formats.tool_calls import ANSWER_TOOL, InvalidCall, called
 from actors.formats.turns import SEPARATOR
-from actors.progress import TicketProgress
 from actors.rollout.conversation import (
     Conversation,
     plain_instructions,
@@ -34,14 +33,15 @@ from actors.rollout.conversation import (
 )
 from actors.rollout.environment import TimedEnvironment
 from actors.rollout.episode_config import Setting, reads_scores, step_latency_s
+from actors.rollout.episode_policy import Advice, EpisodePolicy
 from actors.rollout.finished import Finished, RewardTooLarge, assembled
-from actors.rollout.policy import Advice, EpisodePolicy
+from actors.ticket_progress import TicketProgress
 from evolver_async.extension import RAISED
 from evolver_async.metrics.activity import GENERATING
-from evolver_async.protocol.failures import FailureKind
-from evolver_async.protocol.transcripts import Turn
 from evolver_async.randomness import key
 from evolver_async.schema import FAILED_CALL, SCRIPTED, Ticket, TurnFlag
+from evolver_async.wire.failure_totals import FailureKind
+from evolver_async.wire.transcripts import Turn
 
 MAX_METRICS = 32  # numbers of the environment's own in one episode
 HUNG_S = 3600.0  # beyond the episode's limit: a turn that is still being written never returns

@@ -9,7 +9,7 @@ from typing import Literal
 
 from actors.envs.base import env_class
 from actors.envs.tool_server import ToolServer, tool_server
-from actors.failures import FailureCounts
+from actors.failure_counts import FailureCounts
 from actors.formats.chat import Chat
 from actors.formats.native import Native
 from actors.formats.turns import TurnFormat, turn_format

@@ -9,9 +9,9 @@ from typing import Any, Literal
 import numpy as np
 
 from actors.rollout.episode_config import Setting
-from evolver_async.protocol.transcripts import Transcript, Turn
 from evolver_async.randomness import key
 from evolver_async.schema import REWARD_ROUNDING, Grammar, Player, Sequence, Ticket, Trajectory
+from evolver_async.wire.transcripts import Transcript, Turn
 
 
 @dataclass(frozen=True)

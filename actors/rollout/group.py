@@ -6,14 +6,14 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from actors.engines.base import Engine, Generation, Request
+from actors.engines.engine import Engine, Generation, Request
 from actors.envs.base import EnvironmentFailure
-from actors.progress import TicketProgress
 from actors.rollout.environment import TimedEnvironment
 from actors.rollout.episode import EpisodeLate, run_episode
 from actors.rollout.episode_config import Setting
+from actors.rollout.episode_policy import Advice, EpisodePolicy, Guide
 from actors.rollout.finished import Deliver
-from actors.rollout.policy import Advice, EpisodePolicy, Guide
+from actors.ticket_progress import TicketProgress
 from evolver_async.metrics.activity import PLAYING
 from evolver_async.randomness import key
 from evolver_async.schema import Ticket

@@ -15,19 +15,19 @@ from typing import Literal, NamedTuple
 import msgspec
 import numpy as np
 
-from actors.engines.base import Generation
+from actors.engines.engine import Generation
 from actors.envs.base import Env, EnvironmentFailure, Rewindable
 from actors.formats.turns import TurnFormat
 from actors.llm.quoting import plain
-from actors.progress import TicketProgress
 from actors.rollout.environment import TimedEnvironment
 from actors.rollout.episode import EpisodeLate
 from actors.rollout.episode_config import Setting
+from actors.rollout.episode_policy import EpisodePolicy
 from actors.rollout.finished import Deliver, Finished
 from actors.rollout.group import run_members
-from actors.rollout.policy import EpisodePolicy
-from actors.scripted.expert import ScriptedPolicy
+from actors.scripted.demonstrations import ScriptedPolicy
 from actors.scripted.reflection import Reflector
+from actors.ticket_progress import TicketProgress
 from evolver_async.config import StageConfig
 from evolver_async.randomness import key
 from evolver_async.schema import Role, Sequence, Ticket

@@ -8,8 +8,8 @@ import json
 import logging
 from collections import Counter
 
-from actors.failures import FailureCounts
-from actors.llm.client import Endpoint, Unavailable
+from actors.failure_counts import FailureCounts
+from actors.llm.endpoint_client import Endpoint, Unavailable
 from actors.llm.quoting import plain
 from evolver_async.config import ReflectionConfig
 

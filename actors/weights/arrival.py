@@ -16,7 +16,7 @@ class EngineLost(RuntimeError):
 
 
 class ScoringEngine(Protocol):
-    """The part of an engine that the check uses; see `actors.engines.base.Engine`."""
+    """The part of an engine that the check uses; see `actors.engines.engine.Engine`."""
 
     @property
     def weights(self) -> WeightId | None: ...

@@ -14,7 +14,7 @@ from actors.weights.threads import in_thread
 from evolver_async.errors import Inconsistency
 from evolver_async.schema import WeightId
 from evolver_async.weights import probe
-from evolver_async.weights.channel.base import Receiver
+from evolver_async.weights.channel.interface import Receiver
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from evolver_async.model.tokenizer import ModelError
 from evolver_async.schema import WeightId
-from evolver_async.weights.channel.base import Receiver, WeightsCorrupt, WeightsGone
-from evolver_async.weights.factory import ReceiverSettings, receiver
+from evolver_async.weights.channel.interface import Receiver, WeightsCorrupt, WeightsGone
+from evolver_async.weights.ends import ReceiverSettings, receiver
 from evolver_async.weights.probe import Probe, separate
 
 POLL_S = 0.02  # interval at which a worker looks for a new head

@@ -15,11 +15,12 @@ from evolver_async.buffer.monitor.peers import Activity
 from evolver_async.buffer.monitor.status import StatusReport
 from evolver_async.buffer.state import records
 from evolver_async.buffer.state.evaluations import DECIDING, SetEpisode
-from evolver_async.buffer.tasks.source import EvalSet, held_out_task
 from evolver_async.buffer.tasks.stream import Queued
+from evolver_async.buffer.tasks.task_source import EvalSet, held_out_task
 from evolver_async.buffer.tickets import REPLY_BYTES, encoded_bytes, guided_members, ticket_of
 from evolver_async.config import Config
-from evolver_async.protocol.messages import (
+from evolver_async.schema import Kind, Task, Ticket, WeightId
+from evolver_async.wire.messages import (
     LOSING,
     Fenced,
     Lease,
@@ -31,7 +32,6 @@ from evolver_async.protocol.messages import (
     Tickets,
     Wait,
 )
-from evolver_async.schema import Kind, Task, Ticket, WeightId
 
 
 def share(room: int, asking: int) -> int:

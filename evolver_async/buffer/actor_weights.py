@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from evolver_async.buffer.log.store import BufferStore
 from evolver_async.buffer.monitor.peers import Activity
 from evolver_async.buffer.state.groups import HeldGroup
-from evolver_async.protocol.messages import Lease, Renew
 from evolver_async.schema import SCRIPTED, Kind, WeightId
+from evolver_async.wire.messages import Lease, Renew
 
 
 @dataclass

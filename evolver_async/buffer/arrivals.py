@@ -13,10 +13,10 @@ from evolver_async.buffer.state.censoring import Sums
 from evolver_async.buffer.state.groups import UNTRAINED, ZERO_SPREAD, HeldGroup
 from evolver_async.buffer.state.ledger import Amount
 from evolver_async.lineages import ends
-from evolver_async.protocol import messages
-from evolver_async.protocol.messages import Reply
 from evolver_async.rewards import player_outcomes
 from evolver_async.schema import REWARD_ROUNDING, SCRIPTED, Trajectory
+from evolver_async.wire import messages
+from evolver_async.wire.messages import Reply
 
 RETRY_S = 1.0
 LONGEST_S = 1e9  # an episode counts for no more, so that sums stay finite

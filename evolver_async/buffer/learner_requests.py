@@ -14,10 +14,11 @@ from evolver_async.buffer.reports import fates_of, mismatch
 from evolver_async.buffer.state import records
 from evolver_async.buffer.state.evaluations import SetSizes
 from evolver_async.buffer.state.groups import FORK
-from evolver_async.buffer.tasks.source import EvalSet
+from evolver_async.buffer.tasks.task_source import EvalSet
 from evolver_async.config.sections.run import FINAL_SET
-from evolver_async.protocol.evaluations import EvalResult
-from evolver_async.protocol.messages import (
+from evolver_async.schema import Group, WeightId
+from evolver_async.wire.evaluation_results import EvalResult
+from evolver_async.wire.messages import (
     Done,
     Fenced,
     GroupReply,
@@ -31,7 +32,6 @@ from evolver_async.protocol.messages import (
     Sample,
     Wait,
 )
-from evolver_async.schema import Group, WeightId
 
 ROLLED_BACK = "rolled_back"  # the reason of groups whose takes a RESUME discards
 

@@ -5,7 +5,7 @@ import msgspec
 from evolver_async.buffer.log.store import BufferStore
 from evolver_async.buffer.state import records
 from evolver_async.buffer.tasks.stream import MAX_BYTES
-from evolver_async.protocol.messages import Offer, Ok, Reject, Reply
+from evolver_async.wire.messages import Offer, Ok, Reject, Reply
 
 
 def take_in(store: BufferStore, max_tasks: int, request: Offer) -> Reply:

@@ -1,7 +1,7 @@
 """Checks of a DONE against the take that it reports."""
 
-from evolver_async.protocol.messages import Done
 from evolver_async.schema import WeightId
+from evolver_async.wire.messages import Done
 
 
 def fates_of(request: Done) -> dict[int, str]:

@@ -1,7 +1,7 @@
 """The buffer process: answers every request from the durable state.
 
 Each request is decided here or in `actor_requests` and `learner_requests`, recorded in the
-journal and applied; replies leave only after `commit`. No socket and no clock: `transport.server`
+journal and applied; replies leave only after `commit`. No socket and no clock: `wire.server`
 calls `handle`, `commit` and `tick` with the time.
 
 Nothing is lost: an ACK, a ticket or a take leaves after its record was synced, and repetitions are
@@ -34,7 +34,7 @@ from evolver_async.buffer.monitor.status import StatusReport
 from evolver_async.buffer.stages import eval_sets_of, numbers_of, source_of
 from evolver_async.buffer.state.leases import Leases
 from evolver_async.buffer.state.machine import BufferState
-from evolver_async.checkpoint import directory as checkpoint
+from evolver_async.checkpoint import checkpoints as checkpoint
 from evolver_async.checkpoint import history
 from evolver_async.config import Config
 from evolver_async.config.load import load_written, stage_config, to_dict
@@ -42,16 +42,16 @@ from evolver_async.metrics import first_reply
 from evolver_async.metrics.alerts import alert
 from evolver_async.metrics.gauges import ACTORS_PER_S, PERIOD_S, append
 from evolver_async.model.tokenizer import tokenizer_hash
-from evolver_async.process.addresses import experience_address, weights_address
 from evolver_async.process.garbage import collect_rarely, give_back_memory
+from evolver_async.process.package_versions import differences, versions
+from evolver_async.process.rendezvous import experience_address, weights_address
 from evolver_async.process.setup import INCARNATIONS, RoleArgs
-from evolver_async.process.versions import differences, versions
-from evolver_async.protocol import messages
-from evolver_async.protocol.envelope import SCHEMA_HASH
-from evolver_async.protocol.failures import ERROR_CHARS, NAME_CHARS, FailureTotal
-from evolver_async.protocol.messages import Reply, Request
-from evolver_async.transport.router import Postponed
-from evolver_async.transport.server import Server
+from evolver_async.wire import messages
+from evolver_async.wire.envelope import SCHEMA_HASH
+from evolver_async.wire.failure_totals import ERROR_CHARS, NAME_CHARS, FailureTotal
+from evolver_async.wire.messages import Reply, Request
+from evolver_async.wire.router import Postponed
+from evolver_async.wire.server import Server
 
 log = logging.getLogger(__name__)
 

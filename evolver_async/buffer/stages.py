@@ -7,9 +7,9 @@ from typing import Literal
 import msgspec
 
 from evolver_async.buffer.state.admission import StageNumbers
-from evolver_async.buffer.tasks.files import rows_of
+from evolver_async.buffer.tasks.row_files import rows_of
 from evolver_async.buffer.tasks.rows import GivenTasks, given_tasks
-from evolver_async.buffer.tasks.source import EvalSet, MixturePart, TaskSource
+from evolver_async.buffer.tasks.task_source import EvalSet, MixturePart, TaskSource
 from evolver_async.config import Config, ConfigError
 from evolver_async.config.sections.run import FINAL_SET
 from evolver_async.splits import Split

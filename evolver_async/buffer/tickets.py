@@ -6,9 +6,9 @@ import msgspec
 
 from evolver_async.buffer.state.groups import HeldGroup
 from evolver_async.config import Config
-from evolver_async.protocol.envelope import LIMITS
 from evolver_async.randomness import key
 from evolver_async.schema import Sampling, Ticket, WeightId
+from evolver_async.wire.envelope import LIMITS
 
 REPLY_BYTES = LIMITS.header_bytes // 2  # of tickets in a reply, to which one more may be added
 

@@ -14,8 +14,8 @@ from typing import Any
 
 import msgspec
 
-from evolver_async.checkpoint import directory as checkpoint
-from evolver_async.checkpoint.directory import STATE, CheckpointError, Manifest, distinct
+from evolver_async.checkpoint import checkpoints as checkpoint
+from evolver_async.checkpoint.checkpoints import STATE, CheckpointError, Manifest, distinct
 from evolver_async.files import parsed
 
 EVALUATION = "evaluation.json"

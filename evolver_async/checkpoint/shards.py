@@ -14,7 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from evolver_async.checkpoint.directory import CheckpointError
+from evolver_async.checkpoint.checkpoints import CheckpointError
 from evolver_async.files import follow_umask
 
 PART = re.compile(r"(\d+)of(\d+)")

@@ -16,14 +16,14 @@ from evolver_async.files import remove
 from evolver_async.launch import run_directory as directory
 from evolver_async.launch.registry import resolve
 from evolver_async.launch.scaling import AUTO, running_actors
-from evolver_async.memory.gpus import check_gpu_memory
-from evolver_async.memory.host import check_more_actors
-from evolver_async.process.addresses import experience_address, keys_of
-from evolver_async.protocol.messages import Purge
+from evolver_async.memory.gpu_needs import check_gpu_memory
+from evolver_async.memory.host_memory import check_more_actors
+from evolver_async.process.rendezvous import experience_address, keys_of
 from evolver_async.terminal import say
-from evolver_async.transport.client import Rejected
-from evolver_async.transport.dealer import DealerClient
-from evolver_async.transport.keys import make
+from evolver_async.wire.client import Rejected
+from evolver_async.wire.dealer import DealerClient
+from evolver_async.wire.keys import make
+from evolver_async.wire.messages import Purge
 
 PURGE_S = 30.0  # for the answer of an experience service that may be restarting
 

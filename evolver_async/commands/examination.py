@@ -7,10 +7,10 @@ from evolver_async.commands.recipes import names_file, recipe_path
 from evolver_async.config import ablation
 from evolver_async.config.load import load_explained, to_yaml
 from evolver_async.config.paths import with_absolute_paths
-from evolver_async.config.plan import plan
+from evolver_async.config.run_summary import plan
 from evolver_async.config.secrets import mask
-from evolver_async.config.values.errors import ConfigError
-from evolver_async.doctor import report
+from evolver_async.config.values.config_error import ConfigError
+from evolver_async.doctor import capabilities
 from evolver_async.launch.registry import resolve
 from evolver_async.terminal import say
 
@@ -18,7 +18,7 @@ from evolver_async.terminal import say
 def examine(args: argparse.Namespace) -> int:
     """Print what this machine can do, or what a recipe needs; return 1 if it cannot run here."""
     if not args.positional:
-        return 0 if report.show_machine(report.screen()) else 1
+        return 0 if capabilities.show_machine(capabilities.screen()) else 1
     if not names_file(args.positional[0]):
         raise ConfigError(
             "doctor: changes need a recipe before them: evolver-async doctor RECIPE …"
@@ -28,7 +28,7 @@ def examine(args: argparse.Namespace) -> int:
     config = with_absolute_paths(given)
     for line in ablation.lines(given, reasons):
         say(line)
-    return 0 if report.show_recipe(report.screen(), config, recipe, dotlist) else 1
+    return 0 if capabilities.show_recipe(capabilities.screen(), config, recipe, dotlist) else 1
 
 
 def show(args: argparse.Namespace) -> int:

@@ -9,8 +9,8 @@ from pathlib import Path
 from evolver_async.launch.registry import resolve
 from evolver_async.metrics.gauges import GaugeThread
 from evolver_async.process.setup import Main, RoleArgs, run_process
-from evolver_async.protocol.messages import Beat
-from evolver_async.transport.heartbeat import Heartbeat
+from evolver_async.wire.heartbeat import Heartbeat
+from evolver_async.wire.messages import Beat
 
 
 def role(args: argparse.Namespace) -> int:

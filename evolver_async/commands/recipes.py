@@ -11,7 +11,7 @@ import os
 from importlib.resources import files
 from pathlib import Path
 
-from evolver_async.config.values.errors import ConfigError
+from evolver_async.config.values.config_error import ConfigError
 from evolver_async.terminal import say
 
 RECIPES = Path(str(files("evolver_async"))) / "recipes"

@@ -8,8 +8,8 @@ import time
 from evolver_async.commands.checked import as_config_errors, run_directory
 from evolver_async.config import ConfigError
 from evolver_async.launch.registry import resolve
-from evolver_async.results.run import load_run
-from evolver_async.results.trajectories import TrajectoryGone
+from evolver_async.runs.results.loaded_run import load_run
+from evolver_async.runs.results.trajectories import TrajectoryGone
 from evolver_async.terminal import say
 
 STEPS = re.compile(r"(\d+)\.\.(\d+)")

@@ -16,8 +16,8 @@ from evolver_async.metrics import wandb_upload
 from evolver_async.metrics.replies import check_writable, compared
 from evolver_async.metrics.wandb_process import online
 from evolver_async.process.setup import die_with, prepare_process
-from evolver_async.results.progress import ProgressLines
-from evolver_async.results.run import load_run
+from evolver_async.runs.results.loaded_run import load_run
+from evolver_async.runs.results.reading_progress import ProgressLines
 from evolver_async.study.directory import Study, existing
 from evolver_async.terminal import say
 
@@ -128,7 +128,7 @@ def report(args: argparse.Namespace) -> int:
         study = existing(first)
     if study is not None:
         return _study_report(study, args.out)
-    from evolver_async.report.write import write
+    from evolver_async.runs.report.write import write
 
     progress = ProgressLines(lambda line: say(line, file=sys.stderr))
     written = write(load_run(run_directory(first), progress=progress), args.out)
@@ -146,7 +146,7 @@ def _study_report(study: Study, page: Path | None) -> int:
         raise ConfigError("report: a comparison needs mpmath: pip install 'evolver-async[study]'")
     if page is not None and page.suffix not in (".html", ".htm"):
         raise ConfigError(f"{page}: the report of a study is one page; name a .html file")
-    from evolver_async.report.study_page import write_study
+    from evolver_async.study.study_page import write_study
 
     with as_config_errors():
         written = write_study(study, page)

@@ -115,20 +115,20 @@ def _with_options(definition: Definition, args: argparse.Namespace) -> Definitio
 
 def _summarize(chosen: Study) -> int:
     """Write tables and plots of an existing study."""
-    from evolver_async.study import report
+    from evolver_async.study import output
 
     before = directory.existing(chosen.out)
     if before is None:
         raise ConfigError(f"{chosen.out}: holds no study (no {directory.DEFINITION})")
     directory.refuse_another(before, chosen)
-    report.write(replace(before, definition=chosen.definition))
+    output.write(replace(before, definition=chosen.definition))
     say(f"written: {chosen.out / 'summary.md'}, cells.csv, curves.csv, plots/")
     return 0
 
 
 def _print_plan(chosen: Study, jobs: int) -> None:
     """Print the number of runs, and the time and disk that those that are left need."""
-    from evolver_async.study.progress import duration_text, needs
+    from evolver_async.study.study_progress import duration_text, needs
 
     states = [state_of(chosen, run)[0] for run in runs_of(chosen)]
     left = sum(state in OPEN for state in states)
@@ -157,20 +157,20 @@ def _print_plan(chosen: Study, jobs: int) -> None:
 
 def _run(chosen: Study, args: argparse.Namespace) -> int:
     """Run what is left of a study whose directory is locked; return the exit code."""
-    from evolver_async.study import report
-    from evolver_async.study.progress import StudyProgress
+    from evolver_async.study import output
+    from evolver_async.study.study_progress import StudyProgress
 
     if args.retry:
         forget_failures(chosen)
     _print_plan(chosen, args.jobs)
     scheduler = Scheduler(chosen, args.jobs, StudyProgress(chosen, args.jobs).report)
     complete = scheduler.run()
-    report.write(chosen)
+    output.write(chosen)
     states = [(run.name, *state_of(chosen, run)) for run in runs_of(chosen)]
     failed = [(name, error) for name, state, error in states if state == "failed"]
     for name, error in failed:
         say(f"failed: {name}: {error}", file=sys.stderr)
-    say(f"summary: {chosen.out / report.SUMMARY}")
+    say(f"summary: {chosen.out / output.SUMMARY}")
     again = f"evolver-async study --out {shlex.quote(str(chosen.out))}"
     if args.jobs > 1:
         again += f" --jobs {args.jobs}"

@@ -27,11 +27,11 @@ from evolver_async.metrics import launches
 from evolver_async.metrics.alerts import FAILED, alert, last_title
 from evolver_async.metrics.gauges import GaugeThread
 from evolver_async.metrics.wandb_process import send_rest
+from evolver_async.process.package_versions import versions
 from evolver_async.process.setup import die_with, prepare_process, set_up_logging
 from evolver_async.process.stopping import StopSignal, handled_by, raise_stop
-from evolver_async.process.versions import versions
+from evolver_async.runs.watch import live, prometheus, runs
 from evolver_async.terminal import say
-from evolver_async.watch import live, prometheus, runs
 
 log = logging.getLogger(__name__)
 

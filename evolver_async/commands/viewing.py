@@ -14,13 +14,13 @@ from evolver_async.config.load import load_written
 from evolver_async.file_formats import RUN
 from evolver_async.launch.run_directory import address_of, facts_of, origin_of
 from evolver_async.metrics.launches import launches
-from evolver_async.process.addresses import keys_of
+from evolver_async.process.rendezvous import keys_of
+from evolver_async.runs.watch import runs
+from evolver_async.runs.watch.live import watch
+from evolver_async.runs.watch.status_text import ask, status_lines
 from evolver_async.terminal import say
-from evolver_async.transport.client import Rejected
-from evolver_async.transport.names import unresolved
-from evolver_async.watch import runs
-from evolver_async.watch.live import watch
-from evolver_async.watch.status import ask, status_lines
+from evolver_async.wire.client import Rejected
+from evolver_async.wire.names import unresolved
 
 
 def watch_run(args: argparse.Namespace) -> int:
@@ -32,8 +32,8 @@ def watch_run(args: argparse.Namespace) -> int:
         running = runs.is_running(run_dir)
         say(f"{run_dir.name}: {'running' if running else runs.ending_of(run_dir).text}")
         return 0
-    from evolver_async.dashboard.app import RunDashboard
-    from evolver_async.dashboard.feed import RunFeed
+    from evolver_async.runs.dashboard.app import RunDashboard
+    from evolver_async.runs.dashboard.feed import RunFeed
 
     app = RunDashboard(RunFeed(run_dir, config))
     app.run()

@@ -8,4 +8,4 @@ from evolver_async.config.sections.data import PartConfig
 from evolver_async.config.sections.rollout import LatencyConfig
 from evolver_async.config.sections.run import LoraConfig
 from evolver_async.config.sections.system import GpusConfig
-from evolver_async.config.values.errors import ConfigError
+from evolver_async.config.values.config_error import ConfigError

@@ -1,5 +1,7 @@
 """Arguments of a command line, `section.key=value`, and their application to a configuration."""
 
+import json
+import math
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, get_origin
 
@@ -11,7 +13,7 @@ from evolver_async.config.merge import apply, environment, environment_name, mer
 from evolver_async.config.scopes import declared
 from evolver_async.config.sections import Config
 from evolver_async.config.sections.run import StageConfig
-from evolver_async.config.values.errors import ConfigError
+from evolver_async.config.values.config_error import ConfigError
 
 QUOTES = ("'", '"')
 NULLS = ("null", "Null", "NULL", "~")  # of YAML
@@ -95,3 +97,16 @@ def _apply_argument(resolved: DictConfig, argument: Argument) -> DictConfig:
     assert isinstance(base, DictConfig)
     resolved.stages[stage] = merge(base, argument.tree, StageConfig, f"stages[{stage}].")
     return resolved
+
+
+def text_of(value: Any) -> str:
+    """Return a value of YAML as the text of an argument; texts stay as they are."""
+    return value if isinstance(value, str) else flow(value)
+
+
+def flow(value: Any) -> str:
+    """Return a value as YAML in one line, which reads back as the same value."""
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False)  # a quoted scalar of YAML too
+    text = yaml.safe_dump(value, default_flow_style=True, width=math.inf, sort_keys=False)
+    return text.strip().removesuffix("...").strip()

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from evolver_async.config.sections.run import PolicyConfig
-from evolver_async.config.values.errors import ConfigError
+from evolver_async.config.values.config_error import ConfigError
 from evolver_async.files import is_inside, parsed
 
 ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")  # organisation/name

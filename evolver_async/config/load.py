@@ -25,7 +25,7 @@ from evolver_async.config.scopes import named, refuse_whole_run, refuse_whole_st
 from evolver_async.config.secrets import escaped
 from evolver_async.config.sections import Config
 from evolver_async.config.sections.learner import by_kind
-from evolver_async.config.values.errors import ConfigError
+from evolver_async.config.values.config_error import ConfigError
 from evolver_async.file_formats import foreign_run
 from evolver_async.files import write_whole
 

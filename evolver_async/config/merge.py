@@ -23,7 +23,7 @@ from evolver_async.config.secrets import (
 from evolver_async.config.sections import Config
 from evolver_async.config.sections.reward import expanded
 from evolver_async.config.sections.run import StageConfig
-from evolver_async.config.values.errors import ConfigError
+from evolver_async.config.values.config_error import ConfigError
 from evolver_async.config.values.rules import item_kind, keys
 
 NOT_A_CHOICE = re.compile(r"Invalid value '(.*)', expected one of \[(.*)\]", re.DOTALL)

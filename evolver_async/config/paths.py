@@ -13,7 +13,7 @@ from evolver_async.config.sections import Config
 from evolver_async.config.sections.agentevolver import EMBEDDERS
 from evolver_async.config.sections.run import RunName
 from evolver_async.config.shape import GGUF
-from evolver_async.config.values.errors import ConfigError
+from evolver_async.config.values.config_error import ConfigError
 from evolver_async.config.values.rules import FilePath, check_value, keys, mark
 from evolver_async.extension import is_own
 

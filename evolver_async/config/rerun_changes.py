@@ -12,7 +12,7 @@ from evolver_async.config.load import stage_config
 from evolver_async.config.scopes import declared
 from evolver_async.config.sections import Config
 from evolver_async.config.sections.learner import WITH_CRITIC
-from evolver_async.config.values.errors import ConfigError
+from evolver_async.config.values.config_error import ConfigError
 from evolver_async.config.values.rules import Scope
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from evolver_async.config.sections import Config
 from evolver_async.config.sections.run import StageConfig
-from evolver_async.config.values.errors import ConfigError
+from evolver_async.config.values.config_error import ConfigError
 from evolver_async.config.values.rules import Scope, annotations, item_kind, keys, mark, unwrapped
 
 

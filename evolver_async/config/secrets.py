@@ -15,7 +15,7 @@ from functools import lru_cache
 from typing import Any
 from urllib.parse import quote, quote_plus
 
-from evolver_async.config.values.errors import ConfigError, references
+from evolver_async.config.values.config_error import ConfigError, references
 
 # Sections with keys of the user's own, without list indices. A stage's override can hold them too.
 FREE = ("env.params", "tasks.mixture.params")

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from evolver_async.config import Config
-from evolver_async.config.sections.channel import channel, versions_kept
+from evolver_async.config.sections.weight_channel import channel, versions_kept
 from evolver_async.doctor.probes.result import FLASH_CAPABILITY, ProbeResult
 from evolver_async.memory.bounds import (
     MASTER_BYTES,
@@ -19,7 +19,7 @@ from evolver_async.memory.bounds import (
     training_bytes,
     weight_bytes,
 )
-from evolver_async.memory.gpus import gpu_demands, gpus_used
+from evolver_async.memory.gpu_needs import gpu_demands, gpus_used
 from evolver_async.memory.units import gib, stored
 
 
@@ -35,7 +35,7 @@ class Requirement:
 def requirements(config: Config, results: Mapping[str, ProbeResult]) -> list[Requirement]:
     """Check every key that requires something special of the machine.
 
-    `results` are by the names of `probes.run.PROBES`: `shared memory` is that of `weights.dir`,
+    `results` are by the names of `probe_main.PROBES`: `shared memory` is that of `weights.dir`,
     `disk` that of `run.dir`, `model` that of the policy.
     """
     machine, model = Machine(config, results), results["model"]

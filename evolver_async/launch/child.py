@@ -16,9 +16,9 @@ from typing import Protocol
 from evolver_async.config import Config
 from evolver_async.durations import utc
 from evolver_async.errors import DISK_FULL, EVALUATION_LOST, STOPPED, TRAINING_ERROR, USER_ERROR
-from evolver_async.launch.gpus import VISIBLE, index_of, visible_gpus
 from evolver_async.launch.run_directory import SEARCHED_LINES, last_error, last_lines
-from evolver_async.process.addresses import keys_of
+from evolver_async.launch.visible_gpus import VISIBLE, index_of, visible_gpus
+from evolver_async.process.rendezvous import keys_of
 from evolver_async.room import lacks_room
 
 FINAL = (USER_ERROR, TRAINING_ERROR, EVALUATION_LOST)  # exit codes that a restart would repeat

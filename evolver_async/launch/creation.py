@@ -20,14 +20,14 @@ from itertools import count
 from pathlib import Path
 
 from evolver_async.buffer.stages import evaluation_digest, source_of
-from evolver_async.buffer.tasks.files import rows_of
+from evolver_async.buffer.tasks.row_files import rows_of
 from evolver_async.buffer.tasks.rows import stored
-from evolver_async.buffer.tasks.source import held_out_task
-from evolver_async.checkpoint.directory import exists
+from evolver_async.buffer.tasks.task_source import held_out_task
+from evolver_async.checkpoint.checkpoints import exists
 from evolver_async.config import Config, TasksConfig, hub
 from evolver_async.config.load import dump, load_written, stage_as_written, stage_config
 from evolver_async.config.paths import directory_of, with_absolute_paths
-from evolver_async.config.values.errors import ConfigError
+from evolver_async.config.values.config_error import ConfigError
 from evolver_async.errors import USER_ERROR, Unrecoverable
 from evolver_async.files import remove, write_whole
 from evolver_async.launch.registry import resolve

@@ -9,7 +9,7 @@ from typing import Any
 
 from evolver_async.buffer.stages import evaluation_digest
 from evolver_async.checkpoint import history
-from evolver_async.checkpoint.directory import CheckpointError, Manifest
+from evolver_async.checkpoint.checkpoints import CheckpointError, Manifest
 from evolver_async.config import Config, ConfigError
 from evolver_async.config.load import stage_as_written
 from evolver_async.config.paths import check_name, with_absolute_paths

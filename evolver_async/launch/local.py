@@ -12,8 +12,8 @@ from evolver_async.config import Config
 from evolver_async.errors import USER_ERROR
 from evolver_async.launch.child import LocalSpawner
 from evolver_async.launch.supervisor import Supervisor
-from evolver_async.process.addresses import make_weights_dir
 from evolver_async.process.private_directories import PREFIX, Claim, claim, sweep
+from evolver_async.process.rendezvous import make_weights_dir
 
 log = logging.getLogger(__name__)
 

@@ -21,7 +21,7 @@ import msgspec
 from evolver_async.config import Config
 from evolver_async.config.load import to_dict
 from evolver_async.config.secrets import mask
-from evolver_async.process.versions import OURS
+from evolver_async.process.package_versions import OURS
 
 CODE = "code"  # directory of copies in that of a run
 DIGEST_CHARS = 16  # of a copy's directory

@@ -19,7 +19,7 @@ from evolver_async.config.shape import shape_of
 from evolver_async.durations import duration
 from evolver_async.files import write_whole
 from evolver_async.launch.run_directory import record_of
-from evolver_async.memory.host import ADAPTER_RANK, available_bytes, uses_gpu
+from evolver_async.memory.host_memory import ADAPTER_RANK, available_bytes, uses_gpu
 from evolver_async.memory.plan import memory_plan
 from evolver_async.memory.units import gib
 from evolver_async.process.processors import processors

@@ -18,7 +18,7 @@ PROCESSES = {
     "buffer": "evolver_async.buffer.service:main",
     "learner": "learner.main:main",
     "actor": "actors.main:main",
-    "experience": "actors.experience.service:main",
+    "experience": "actors.experience.experience_service:main",
     "prepare": "learner.tools.prepare:main",
 }
 # Launchers by launch.kind: run(config, run_dir) -> exit code.
@@ -35,18 +35,18 @@ ROLES = PROCESSES | {
     "embedder": "actors.experience.embedders:load_embedder",  # (experience) -> embedder, cosine
     "vocabulary": "actors.envs.vocabulary:vocabulary_of",  # (config) -> words
     "check_engine": "actors.engines.model_check:check",  # (config, model, tokenizer) -> None
-    "check_prompts": "actors.checks.prompts:check",  # (config) -> tokens of the longest prompt
-    "decode_times": "actors.engines.timing:decode_times",  # (config, model) -> rows, seconds
+    "check_prompts": "actors.checks.prompt_checks:check",  # (config) -> most tokens of a prompt
+    "decode_times": "actors.engines.decode_timing:decode_times",  # -> rows, seconds
     "pace": "learner.tools.prepare:pace_of",  # (config) -> Pace or None
-    "formats": "actors.rollout.episode_config:with_formats",  # (config) -> config, auto resolved
+    "formats": "actors.rollout.episode_config:with_formats",  # (config) -> config without auto
     "export": "learner.tools.export:export",  # (run_dir, out, step, examples) -> line
     "manual": "actors.export_manual:write_manual",  # (config, directory, examples) -> None
-    "copy_pool": "actors.experience.store:copy_pool",  # (directory, new directory) -> None
+    "copy_pool": "actors.experience.pool_file:copy_pool",  # (directory, new directory) -> None
     "guidance": "actors.experience.at_use:guidance",  # (run_dir, query) -> text
-    "purge": "actors.experience.service:purge_files",  # (config, run_dir, source) -> entries
+    "purge": "actors.experience.experience_service:purge_files",  # -> entries taken out
     "rerun": "learner.rerun.main:rerun",  # (plan, progress) -> exit code and lines
     "serial_actor": "actors.main:build",
-    "serial_experience": "actors.experience.service:build",
+    "serial_experience": "actors.experience.experience_service:build",
     "serial_learner": "learner.main:build",
 }
 # Checks of a configuration that need a wing: each raises ValueError and names the key.

@@ -10,7 +10,7 @@ from typing import Any
 from evolver_async.buffer.log.quarantine import JournalError
 from evolver_async.buffer.log.reader import JournalReader
 from evolver_async.checkpoint import history
-from evolver_async.checkpoint.directory import (
+from evolver_async.checkpoint.checkpoints import (
     CheckpointError,
     NoCheckpointError,
     exists,
@@ -26,7 +26,7 @@ from evolver_async.config.scopes import keys_of
 from evolver_async.config.sections.learner import lr_at
 from evolver_async.config.sections.run import limits_reached
 from evolver_async.config.shape import GGUF
-from evolver_async.config.values.errors import ConfigError
+from evolver_async.config.values.config_error import ConfigError
 from evolver_async.config.values.rules import Scope
 from evolver_async.launch.creation import (
     check_changed,

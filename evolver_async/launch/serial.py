@@ -21,11 +21,11 @@ from evolver_async.config import Config
 from evolver_async.errors import STOPPED
 from evolver_async.launch.registry import resolve
 from evolver_async.model.tokenizer import tokenizer_hash
-from evolver_async.process.addresses import make_weights_dir
 from evolver_async.process.private_directories import claim, sweep
+from evolver_async.process.rendezvous import make_weights_dir
 from evolver_async.process.stopping import handled_by, raise_stop
-from evolver_async.protocol.messages import Counters
-from evolver_async.transport.in_process import LocalClient, LocalServer
+from evolver_async.wire.in_process import LocalClient, LocalServer
+from evolver_async.wire.messages import Counters
 
 T = TypeVar("T")
 

@@ -7,27 +7,27 @@ from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 
-from evolver_async.buffer.state.sampling import sampler_of
+from evolver_async.buffer.state.samplers import sampler_of
 from evolver_async.config import Config
 from evolver_async.config.load import stage_config
 from evolver_async.config.model_defaults import large_rates
 from evolver_async.config.paths import check_paths, with_absolute_paths
-from evolver_async.config.sections.channel import host_and_port
-from evolver_async.config.values.errors import ConfigError
-from evolver_async.launch.gpus import VISIBLE, check_visible
+from evolver_async.config.sections.weight_channel import host_and_port
+from evolver_async.config.values.config_error import ConfigError
 from evolver_async.launch.registry import check_wings
-from evolver_async.memory.gpus import check_gpu_memory
-from evolver_async.memory.host import check_memory, uses_gpu
+from evolver_async.launch.visible_gpus import VISIBLE, check_visible
+from evolver_async.memory.gpu_needs import check_gpu_memory
+from evolver_async.memory.host_memory import check_memory, uses_gpu
 from evolver_async.memory.vllm_limits import check_vllm
 from evolver_async.metrics.sinks import sink_of
 from evolver_async.metrics.wandb_process import has_key
-from evolver_async.process.addresses import experience_address, keys_of
 from evolver_async.process.http_address import check_free
 from evolver_async.process.private_directories import PREFIX, sweep
-from evolver_async.transport.addresses import IPC_PATH_BYTES
-from evolver_async.transport.keys import KeysError, check_keys
-from evolver_async.transport.server import check_address
-from evolver_async.weights.channel.base import listen
+from evolver_async.process.rendezvous import experience_address, keys_of
+from evolver_async.weights.channel.interface import listen
+from evolver_async.wire.addresses import IPC_PATH_BYTES
+from evolver_async.wire.keys import KeysError, check_keys
+from evolver_async.wire.server import check_address
 
 
 def check_start(config: Config) -> None:

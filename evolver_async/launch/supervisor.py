@@ -25,7 +25,7 @@ from typing import Any
 import psutil
 
 from evolver_async.buffer.monitor.stalls import ALERT_PAUSE_S, LIFE
-from evolver_async.checkpoint import directory as checkpoint
+from evolver_async.checkpoint import checkpoints as checkpoint
 from evolver_async.config import Config
 from evolver_async.errors import DISK_FAILED, DISK_FULL, EVALUATION_LOST, UNPLACED, USER_ERROR
 from evolver_async.launch.child import (
@@ -43,9 +43,9 @@ from evolver_async.launch.scaling import ActorScaling
 from evolver_async.metrics.alerts import alert
 from evolver_async.process.setup import INCARNATIONS
 from evolver_async.process.stopping import NodeDrained, handled_by
-from evolver_async.protocol.messages import StatusRequest
-from evolver_async.transport.client import Rejected
-from evolver_async.transport.dealer import DealerClient
+from evolver_async.wire.client import Rejected
+from evolver_async.wire.dealer import DealerClient
+from evolver_async.wire.messages import StatusRequest
 
 POLL_S = 0.1
 SILENT_S = 60.0  # until the buffer's silence is said again, doubled each time

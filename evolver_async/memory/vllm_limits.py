@@ -9,9 +9,9 @@ from collections.abc import Iterator
 
 from evolver_async.config import Config
 from evolver_async.config.shape import DecoderShape, shape_of
-from evolver_async.config.values.errors import ConfigError
+from evolver_async.config.values.config_error import ConfigError
 from evolver_async.memory.units import DTYPE_BYTES, MIB, gib, stored
-from evolver_async.transport.addresses import IPC_PATH_BYTES
+from evolver_async.wire.addresses import IPC_PATH_BYTES
 
 HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # of its attention on CPUs
 CPU_BLOCK = 32  # tokens per block of KV; the minimum of its kernels on CPUs

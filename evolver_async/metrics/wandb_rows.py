@@ -11,7 +11,7 @@ from typing import Any
 from evolver_async.config import ConfigError
 from evolver_async.metrics.gauges import SYSTEM, GaugeRows
 from evolver_async.metrics.histograms import HISTOGRAMS, Histogram, read
-from evolver_async.metrics.lineages import RowKey
+from evolver_async.metrics.newest_lineage import RowKey
 from evolver_async.metrics.replies import SavedReply, files_in, load
 from evolver_async.metrics.tail import Tail
 from evolver_async.terminal import say

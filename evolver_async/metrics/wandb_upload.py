@@ -26,7 +26,7 @@ from evolver_async.metrics.families import AXES, axis_of, summary_of
 from evolver_async.metrics.gauges import GaugeThread
 from evolver_async.metrics.histograms import Histogram
 from evolver_async.metrics.launches import summary
-from evolver_async.metrics.lineages import RowKey, current, key_of
+from evolver_async.metrics.newest_lineage import RowKey, current, key_of
 from evolver_async.metrics.tail import Tail
 from evolver_async.metrics.wandb_process import (
     SERVER_ALERTS,

@@ -19,9 +19,9 @@ from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
 from evolver_async.errors import Inconsistency
-from evolver_async.model.borders import Borders
+from evolver_async.model.cpu.tree_attention import attend, fits
+from evolver_async.model.rows.borders import Borders
 from evolver_async.model.tokenizer import ModelError
-from evolver_async.model.tree_attention import attend, fits
 
 NAME = "packed"
 FLASH_HEAD = 256  # the kernel takes heads up to this size, in multiples of 8

@@ -23,8 +23,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from evolver_async.files import follow_umask
+from evolver_async.model.cpu.products import SHORT, ShortLinear, rounded
 from evolver_async.model.policy import ModelError, load_model, split_model, state_tensors
-from evolver_async.model.products import SHORT, ShortLinear, rounded
 from evolver_async.randomness import key
 
 DOWN, UP = "lora_A", "lora_B"  # PEFT's names

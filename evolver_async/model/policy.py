@@ -21,10 +21,10 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging
 
 from evolver_async.files import follow_umask
-from evolver_async.model import lean
 from evolver_async.model.attention import NAME as PACKED
-from evolver_async.model.borders import Borders
+from evolver_async.model.cpu import lean
 from evolver_async.model.projection import TokenMasks, project, projection_of
+from evolver_async.model.rows.borders import Borders
 from evolver_async.model.tiny import make_tiny  # noqa: F401 (the wings take it from here)
 from evolver_async.model.tokenizer import (  # noqa: F401 (these, too)
     TOKENIZER_FILES,

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
+from evolver_async.model.cpu.products import SHORT, shorten
 from evolver_async.model.policy import load_model, split_model
-from evolver_async.model.products import SHORT, shorten
 
 FASTER = 1.5  # times as fast as float32 from which bfloat16 pays for what it rounds
 DECODED_ROWS, LEARNED_ROWS = (16, 64), (1024,)  # of the products that are timed

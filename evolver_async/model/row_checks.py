@@ -4,9 +4,9 @@ import torch
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from evolver_async.model.borders import Borders
+from evolver_async.model.cpu.products import is_short
 from evolver_async.model.policy import hidden_states
-from evolver_async.model.products import is_short
+from evolver_async.model.rows.borders import Borders
 from evolver_async.model.tokenizer import ModelError
 
 TOLERANCE = 1e-3  # relative difference of packed hidden states

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from evolver_async.config import ConfigError
-from evolver_async.config.sections.channel import host_and_port
+from evolver_async.config.sections.weight_channel import host_and_port
 
 
 @contextmanager

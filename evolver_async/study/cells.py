@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from evolver_async.config import Config, ConfigError
+from evolver_async.config.arguments import flow
 from evolver_async.config.effective.changes import value_of
 from evolver_async.config.effective.inert import idle_because
 from evolver_async.config.load import load, stage_config
@@ -19,7 +20,7 @@ from evolver_async.config.secrets import escaped
 from evolver_async.config.sections.run import SUPERVISED
 from evolver_async.config.values.rules import keys
 from evolver_async.launch.start_checks import check_start
-from evolver_async.study.definition import VARIANT, Definition, flow
+from evolver_async.study.definition import VARIANT, Definition
 
 OWN_KEYS = ("run.name", "run.dir", "run.seed", "metrics.panel")  # set by the study itself
 ADDRESSES = ("buffer.address", "experience.address", "weights.address", "metrics.prometheus")

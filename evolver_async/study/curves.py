@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from evolver_async.metrics.families import bounds_of
-from evolver_async.study.results import BUCKETS, Point
+from evolver_async.study.run_results import BUCKETS, Point
 from evolver_async.study.statistics import Interval, interval, weighted_mean
 from evolver_async.study.summary import CellSummary
 

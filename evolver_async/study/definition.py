@@ -4,7 +4,6 @@ Values are kept as the texts of `key=value` arguments. Nothing here looks at the
 """
 
 import difflib
-import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,8 +13,8 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from evolver_async.config.arguments import APPEND
-from evolver_async.config.values.errors import ConfigError
+from evolver_async.config.arguments import APPEND, text_of
+from evolver_async.config.values.config_error import ConfigError
 from evolver_async.metrics.families import EVAL_METRICS, evaluated
 
 SEEDS = re.compile(r"(\d+)(?:\.\.(\d+))?")
@@ -153,19 +152,6 @@ def _listed(value: Any) -> list[Any]:
     if isinstance(value, list) and not value:
         raise ConfigError("must not be an empty list")
     return value if isinstance(value, list) else [value]
-
-
-def text_of(value: Any) -> str:
-    """Return a value of YAML as the text of an argument; texts stay as they are."""
-    return value if isinstance(value, str) else flow(value)
-
-
-def flow(value: Any) -> str:
-    """Return a value as YAML in one line, which reads back as the same value."""
-    if isinstance(value, str):
-        return json.dumps(value, ensure_ascii=False)  # a quoted scalar of YAML too
-    text = yaml.safe_dump(value, default_flow_style=True, width=math.inf, sort_keys=False)
-    return text.strip().removesuffix("...").strip()
 
 
 def parse_seeds(text: str) -> tuple[int, ...]:

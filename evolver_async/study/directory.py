@@ -13,15 +13,16 @@ from pathlib import Path
 from typing import Any, Literal
 
 from evolver_async.config import Config, ConfigError
+from evolver_async.config.arguments import flow
 from evolver_async.config.load import dump, load, load_written
 from evolver_async.config.secrets import escaped, mask
 from evolver_async.files import parsed, write_whole
 from evolver_async.launch import own_code
 from evolver_async.launch.run_directory import facts_of
+from evolver_async.runs.watch.runs import END
 from evolver_async.study import definition as definitions
 from evolver_async.study.cells import Cell, as_arguments, cells_of, cold_stages, differences
-from evolver_async.study.definition import Definition, flow
-from evolver_async.watch.runs import END
+from evolver_async.study.definition import Definition
 
 DEFINITION = "definition.yaml"
 FAILURES = "failures.json"

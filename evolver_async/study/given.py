@@ -11,12 +11,13 @@ from pathlib import Path
 import msgspec
 
 from evolver_async.config import Config, ConfigError
+from evolver_async.config.arguments import text_of
 from evolver_async.config.effective.changes import value_of
 from evolver_async.config.load import load_written
 from evolver_async.config.secrets import looks_secret, mask
 from evolver_async.config.values.rules import keys
 from evolver_async.study.cells import ADDRESSES, Cell, cell_name
-from evolver_async.study.definition import Definition, text_of
+from evolver_async.study.definition import Definition
 from evolver_async.study.directory import CellRun, Study
 
 MOST_KEYS = 4  # that make a grid

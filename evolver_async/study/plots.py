@@ -24,7 +24,7 @@ from evolver_async.study.curves import (
     swept_values,
 )
 from evolver_async.study.directory import Study
-from evolver_async.study.results import BUCKETS, BY_LAG, LABELS, RunResult
+from evolver_async.study.run_results import BUCKETS, BY_LAG, LABELS, RunResult
 from evolver_async.study.statistics import Interval
 from evolver_async.study.summary import CellSummary, cells_summary
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from evolver_async.buffer.state.groups import Take
-from evolver_async.checkpoint import directory as checkpoint
+from evolver_async.checkpoint import checkpoints as checkpoint
 from evolver_async.config import Config, ConfigError
 from evolver_async.config.load import dump
 from evolver_async.config.rerun_changes import (
@@ -33,8 +33,8 @@ from evolver_async.launch.run_directory import (
     record_format,
     record_origin,
 )
-from evolver_async.results.run import RunResults
-from evolver_async.results.takes import RecordedTakes
+from evolver_async.runs.results.loaded_run import RunResults
+from evolver_async.runs.results.takes import RecordedTakes
 
 KEEP_ALL = "buffer.archive=all keeps every segment of a run"
 

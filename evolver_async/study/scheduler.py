@@ -20,6 +20,7 @@ from pathlib import Path
 from evolver_async.launch.child import ending
 from evolver_async.launch.run_directory import last_lines
 from evolver_async.process.stopping import CODES, SIGNALS, handled_by
+from evolver_async.runs.watch import runs
 from evolver_async.study.directory import (
     OPEN,
     CellRun,
@@ -31,7 +32,6 @@ from evolver_async.study.directory import (
     runs_of,
     state_of,
 )
-from evolver_async.watch import runs
 
 POLL_S = 0.2
 STOPPED = CODES | {-number for number in SIGNALS}

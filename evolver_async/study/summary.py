@@ -13,7 +13,7 @@ from evolver_async.metrics.families import bounds_of
 from evolver_async.study.cells import Cell
 from evolver_async.study.definition import Definition
 from evolver_async.study.directory import Study
-from evolver_async.study.results import MEANS, RunResult
+from evolver_async.study.run_results import MEANS, RunResult
 from evolver_async.study.statistics import (
     Interval,
     Reach,

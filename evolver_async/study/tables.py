@@ -7,7 +7,7 @@ from pathlib import Path
 
 from evolver_async.study.cells import short_names
 from evolver_async.study.directory import Study
-from evolver_async.study.results import (
+from evolver_async.study.run_results import (
     CURVES,
     MEANS,
     CurveReader,

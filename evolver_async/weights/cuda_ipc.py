@@ -24,10 +24,10 @@ from torch import Tensor
 
 from evolver_async.process.private_directories import claim, owned
 from evolver_async.schema import WeightId
-from evolver_async.weights.channel.base import HEAD, WeightsCorrupt, WeightsGone, read_head
-from evolver_async.weights.channel.layout import aligned, nbytes, views
+from evolver_async.weights.channel.byte_layout import aligned, nbytes, views
+from evolver_async.weights.channel.interface import HEAD, WeightsCorrupt, WeightsGone, read_head
 from evolver_async.weights.channel.snapshot import WeightSnapshot
-from evolver_async.weights.channel.source import WeightSource, source_of
+from evolver_async.weights.channel.weight_source import WeightSource, source_of
 
 SLOT = "slot-"
 ALIVE = "publisher"  # the directory that a publisher holds: the launcher can own the one above

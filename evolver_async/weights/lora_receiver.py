@@ -12,7 +12,7 @@ from evolver_async.config import PolicyConfig
 from evolver_async.model import lora, policy
 from evolver_async.schema import WeightId
 from evolver_async.weights import probe
-from evolver_async.weights.channel.base import Receiver
+from evolver_async.weights.channel.interface import Receiver
 
 
 class Merger:

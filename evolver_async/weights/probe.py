@@ -13,9 +13,9 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
-from evolver_async.model.borders import Borders
+from evolver_async.model.rows.borders import Borders
 from evolver_async.randomness import key
-from evolver_async.weights.channel.source import Part, WeightSource, WholeTensors
+from evolver_async.weights.channel.weight_source import Part, WeightSource, WholeTensors
 
 TOKENS, LOGPROBS = "probe.tokens", "probe.logprobs"
 LENGTH = 24  # tokens of the text

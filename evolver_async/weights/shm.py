@@ -32,11 +32,11 @@ from torch import Tensor
 from evolver_async.process.private_directories import claim
 from evolver_async.room import await_room
 from evolver_async.schema import WeightId
-from evolver_async.weights.channel.base import HEAD, read_head
+from evolver_async.weights.channel.byte_layout import Layout
 from evolver_async.weights.channel.checksums import usual_threads
-from evolver_async.weights.channel.layout import Layout
+from evolver_async.weights.channel.interface import HEAD, read_head
 from evolver_async.weights.channel.publisher import StagedPublisher
-from evolver_async.weights.channel.source import WeightSource
+from evolver_async.weights.channel.weight_source import WeightSource
 from evolver_async.weights.snapshot_file import REMOVED, STAGED, SnapshotFile, read
 
 

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from evolver_async.process.private_directories import UNSUPPORTED
 from evolver_async.schema import Array, WeightId
-from evolver_async.weights.channel.base import WeightsCorrupt, WeightsGone
+from evolver_async.weights.channel.byte_layout import DTYPES, Layout, aligned, views
 from evolver_async.weights.channel.checksums import checksums, region
-from evolver_async.weights.channel.layout import DTYPES, Layout, aligned, views
+from evolver_async.weights.channel.interface import WeightsCorrupt, WeightsGone
 from evolver_async.weights.channel.mapping import in_memory, map_file, on_network, read_file
 from evolver_async.weights.channel.snapshot import WeightSnapshot
 

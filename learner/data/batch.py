@@ -14,9 +14,9 @@ from functools import cached_property
 import numpy as np
 import torch
 
-from evolver_async.model.borders import Borders
-from evolver_async.model.prefix_trees import SortedRows
 from evolver_async.model.projection import TokenMasks
+from evolver_async.model.rows.borders import Borders
+from evolver_async.model.rows.prefix_trees import SortedRows
 from evolver_async.schema import Array
 from learner.data.layout import Layout, cut_rows, cut_trees, place, ranges
 

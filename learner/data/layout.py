@@ -7,8 +7,8 @@ from typing import Literal
 import numpy as np
 import torch
 
-from evolver_async.model.borders import Borders
-from evolver_async.model.prefix_trees import SortedRows, merge
+from evolver_async.model.rows.borders import Borders
+from evolver_async.model.rows.prefix_trees import SortedRows, merge
 from evolver_async.schema import Array
 
 # Padded on the right, packed into one row, or packed with what rows share at their beginnings

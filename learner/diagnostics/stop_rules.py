@@ -9,9 +9,9 @@ from evolver_async.config import Config
 from evolver_async.errors import TrainingError
 from evolver_async.launch import run_directory
 from evolver_async.metrics.writer import Metrics
-from evolver_async.protocol.evaluations import EvalResult
-from evolver_async.protocol.failures import FailureTotal
 from evolver_async.schema import Group
+from evolver_async.wire.evaluation_results import EvalResult
+from evolver_async.wire.failure_totals import FailureTotal
 from learner.data.players import groups_by_player
 from learner.diagnostics.alarms import Alarm, judge
 from learner.diagnostics.group_signals import group_signals

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from evolver_async.model.products import forget
+from evolver_async.model.cpu.products import forget
 from learner.ranks.process_group import whole_tensor
 
 

@@ -13,7 +13,7 @@ import torch
 
 from evolver_async.config import CriticConfig
 from evolver_async.model import policy
-from evolver_async.model.borders import Borders
+from evolver_async.model.rows.borders import Borders
 from evolver_async.schema import Array
 from learner.data.batch import Batch, MicroBatch, Minibatch, Values
 from learner.data.layout import Layout

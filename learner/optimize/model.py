@@ -7,14 +7,14 @@ import torch
 from transformers import PreTrainedModel
 
 from evolver_async.checkpoint import shards
-from evolver_async.checkpoint.directory import CheckpointError
+from evolver_async.checkpoint.checkpoints import CheckpointError
 from evolver_async.config import Config
 from evolver_async.config.load import stage_config
 from evolver_async.model import lora, policy, precision, row_checks
 from evolver_async.model.grammar import Grammars
 from evolver_async.model.tokenizer import ModelError
 from evolver_async.weights import probe
-from evolver_async.weights.channel.source import WeightSource, WholeTensors
+from evolver_async.weights.channel.weight_source import WeightSource, WholeTensors
 from learner.data.layout import Layout
 from learner.optimize.adamw import make_adamw
 from learner.optimize.critic import Critic

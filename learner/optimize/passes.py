@@ -10,8 +10,8 @@ import torch
 from evolver_async.config import Config
 from evolver_async.metrics.writer import Timers
 from evolver_async.model import policy
-from evolver_async.model.borders import Borders
 from evolver_async.model.projection import TokenMasks
+from evolver_async.model.rows.borders import Borders
 from learner.data.batch import MicroBatch, Minibatch
 from learner.diagnostics.offpolicy import Accounting
 from learner.optimize.critic import Critic, CriticTraining

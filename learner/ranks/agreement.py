@@ -12,7 +12,7 @@ from evolver_async.config import Config, ConfigError
 from evolver_async.config.load import to_dict
 from evolver_async.config.rerun_changes import changed_values
 from evolver_async.launch.own_code import digests, own_code
-from evolver_async.process.versions import versions
+from evolver_async.process.package_versions import versions
 
 FACTS = "facts"  # of rank 0, in the store in which the ranks meet
 NOTHING = "nothing"

@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 from evolver_async.errors import Inconsistency
 from evolver_async.model import policy
-from evolver_async.weights.channel.layout import Layout, aligned, nbytes
-from evolver_async.weights.channel.source import Part, whole_part
+from evolver_async.weights.channel.byte_layout import Layout, aligned, nbytes
+from evolver_async.weights.channel.weight_source import Part, whole_part
 from learner.ranks.process_group import Ranks
 
 BUCKET_BYTES = 8 << 20  # of all ranks together

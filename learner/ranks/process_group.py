@@ -34,7 +34,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from evolver_async.config import ConfigError
 from evolver_async.model import policy
-from evolver_async.model.borders import Borders
+from evolver_async.model.rows.borders import Borders
 from evolver_async.schema import Array
 from evolver_async.weights.collective.process_group import environment, gpu_id
 from learner.data.batch import MicroBatch, Minibatch

@@ -10,9 +10,9 @@ import numpy as np
 
 from evolver_async.errors import TRAINING_ERROR, TrainingError
 from evolver_async.launch.run_directory import locked
+from evolver_async.runs.watch import runs
 from evolver_async.schema import Group
 from evolver_async.study.rerun import RerunPlan, make_directory
-from evolver_async.watch import runs
 from learner.diagnostics.step_result import StepResult
 from learner.diagnostics.step_rows import StepRows
 from learner.rerun.retrainer import Retrainer

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from evolver_async.checkpoint import directory as checkpoint
+from evolver_async.checkpoint import checkpoints as checkpoint
 from evolver_async.study.rerun import RerunPlan
 from learner.checks import check
 from learner.rerun.comparison import checkpoint_difference, entered, metric_difference

@@ -9,10 +9,10 @@ from collections.abc import Callable
 from typing import Any
 
 from evolver_async.errors import TrainingError
-from evolver_async.process.versions import versions
-from evolver_async.protocol import messages
-from evolver_async.protocol.envelope import SCHEMA_HASH
-from evolver_async.transport.client import Client, Rejected
+from evolver_async.process.package_versions import versions
+from evolver_async.wire import messages
+from evolver_async.wire.client import Client, Rejected
+from evolver_async.wire.envelope import SCHEMA_HASH
 
 log = logging.getLogger(__name__)
 

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from evolver_async.buffer.stages import evaluation_digest
-from evolver_async.checkpoint import directory as checkpoint
+from evolver_async.checkpoint import checkpoints as checkpoint
 from evolver_async.checkpoint import history
 from evolver_async.checkpoint.history import CheckpointEvaluation
 from evolver_async.config import Config
 from evolver_async.config.load import stage_config
 from evolver_async.errors import TrainingError
-from evolver_async.protocol.evaluations import EvalResult
+from evolver_async.wire.evaluation_results import EvalResult
 from learner.state import LearnerState, PendingEvaluation
 
 

@@ -14,9 +14,9 @@ from evolver_async.checkpoint.history import CheckpointEvaluation
 from evolver_async.config import Config
 from evolver_async.config.sections.run import FINAL_SET, EvalConfig, EvalSetConfig
 from evolver_async.metrics.writer import Metrics
-from evolver_async.protocol.evaluations import EvalResult, SetResult
 from evolver_async.schema import WeightId
-from evolver_async.weights.channel.base import Publisher
+from evolver_async.weights.channel.interface import Publisher
+from evolver_async.wire.evaluation_results import EvalResult, SetResult
 from learner.state import LearnerState, PendingEvaluation
 
 log = logging.getLogger(__name__)

@@ -14,15 +14,15 @@ from pathlib import Path
 import msgspec
 
 from evolver_async.config import Config, ConfigError
-from evolver_async.config.sections.channel import leaves_host
+from evolver_async.config.sections.weight_channel import leaves_host
 from evolver_async.lineages import Fork
 from evolver_async.metrics.writer import Timers
 from evolver_async.process.garbage import give_back_memory
 from evolver_async.process.setup import RoleArgs
-from evolver_async.protocol.trajectories import Parcel, unwrap, wrap
 from evolver_async.room import lacks_room
 from evolver_async.schema import Group, Kind, Task, WeightId
-from evolver_async.weights.channel.source import WeightSource
+from evolver_async.weights.channel.weight_source import WeightSource
+from evolver_async.wire.trajectory_bytes import Parcel, unwrap, wrap
 from learner.diagnostics.step_result import StepResult
 from learner.progress import StepAbandoned
 from learner.ranks.agreement import agree, facts_of

@@ -14,13 +14,13 @@ from transformers import PreTrainedModel
 from evolver_async.config import Config, ConfigError
 from evolver_async.config.load import dump, load_written, stage_config
 from evolver_async.config.paths import embeds_by_model
-from evolver_async.config.sections.channel import channel
+from evolver_async.config.sections.weight_channel import channel
 from evolver_async.config.shape import GGUF
-from evolver_async.launch.gpus import VISIBLE
 from evolver_async.launch.pace import Pace, can_time
 from evolver_async.launch.registry import resolve
 from evolver_async.launch.run_directory import CONVERTED, CREATING
-from evolver_async.memory.gpus import gpus_used
+from evolver_async.launch.visible_gpus import VISIBLE
+from evolver_async.memory.gpu_needs import gpus_used
 from evolver_async.model import gguf, policy
 from evolver_async.model.precision import FASTER, gains, load_policy, on_gpu
 from evolver_async.process.setup import RoleArgs

@@ -12,8 +12,8 @@ from evolver_async.config.load import stage_config
 from evolver_async.launch.pace import Pace
 from evolver_async.launch.registry import resolve
 from evolver_async.model import policy
-from evolver_async.model.borders import Borders
 from evolver_async.model.precision import stopwatch
+from evolver_async.model.rows.borders import Borders
 from learner.loss.correction import reads_anchor
 from learner.optimize import model as models
 from learner.optimize.adamw import make_adamw

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from actors.checks import config as configuration
-from actors.checks import prompts
+from actors.checks import prompt_checks
 from evolver_async.config.load import load
 from evolver_async.model.tiny import make_tokenizer
 from evolver_async.schema import Task
@@ -52,34 +52,34 @@ def policy(directory: Path, max_length: int) -> str:
 
 def test_the_first_prompt_of_a_set_must_leave_room_for_a_turn(tmp_path: Path) -> None:
     run = [STAGE, policy(tmp_path, 80), "env.name=bandit", "rollout.max_tokens=8"]
-    prompts.check(load(None, run))
+    prompt_checks.check(load(None, run))
     big = "eval.sets.big.env={name: sokoban, params: {size: 8}}"
     with pytest.raises(ValueError, match=r"^eval\.sets\.big: policy\.max_length: 80 is too short"):
-        prompts.check(load(None, [*run, big]))
+        prompt_checks.check(load(None, [*run, big]))
 
 
 def test_a_set_without_a_task_is_refused(tmp_path: Path) -> None:
     none = "eval.sets.none.env.params={size: 8, frozen_prob: 0.01, placement: corners}"
     with pytest.raises(ValueError, match=r"^eval\.sets\.none\.env\.name: frozen_lake cannot begin"):
-        prompts.check(load(None, [STAGE, policy(tmp_path, 512), none]))
+        prompt_checks.check(load(None, [STAGE, policy(tmp_path, 512), none]))
 
 
 def test_every_part_of_a_mixture_must_begin(tmp_path: Path) -> None:
     none = "{env: frozen_lake, params: {size: 8, frozen_prob: 0.01, placement: corners}}"
     mixture = f"tasks.mixture=[{none}, {{env: frozen_lake, params: {{size: 4}}}}]"
     with pytest.raises(ValueError, match=r"^env\.name: frozen_lake cannot begin"):
-        prompts.check(load(None, [STAGE, policy(tmp_path, 512), mixture]))
+        prompt_checks.check(load(None, [STAGE, policy(tmp_path, 512), mixture]))
 
 
 @pytest.mark.parametrize("kind", ["sft", "world_model"])
 def test_a_demonstrated_turn_must_fit_in_a_turn(tmp_path: Path, kind: str) -> None:
     few = [policy(tmp_path, 512), "env.name=workshop_tools", "rollout.format=tool_call"]
     run = [f"stages=[{{kind: {kind}, steps: 1}}]", *few]
-    prompts.check(load(None, [*run, "rollout.max_tokens=64"]))
+    prompt_checks.check(load(None, [*run, "rollout.max_tokens=64"]))
     with pytest.raises(ValueError, match=r"^rollout\.max_tokens: 16 is too small for a demonstrat"):
-        prompts.check(load(None, [*run, "rollout.max_tokens=16"]))
+        prompt_checks.check(load(None, [*run, "rollout.max_tokens=16"]))
     more = f"stages=[{{kind: {kind}, steps: 1, override: {{rollout: {{max_tokens: 64}}}}}}]"
-    prompts.check(load(None, [more, *few, "rollout.max_tokens=16"]))
+    prompt_checks.check(load(None, [more, *few, "rollout.max_tokens=16"]))
 
 
 @pytest.mark.parametrize(
@@ -100,9 +100,9 @@ def test_tasks_of_a_file_for_evaluation_are_checked_by_line(
 
 def test_the_split_of_the_evaluations_must_begin(tmp_path: Path) -> None:
     shop = [STAGE, policy(tmp_path, 4096), "env.name=webshop", "env.params.validation_goals=0"]
-    prompts.check(load(None, [*shop, "eval.split=test"]))
+    prompt_checks.check(load(None, [*shop, "eval.split=test"]))
     with pytest.raises(ValueError, match=r"^eval\.split: validation: .*webshop cannot begin"):
-        prompts.check(load(None, shop))
+        prompt_checks.check(load(None, shop))
 
 
 def test_few_lines_of_a_file_are_begun_however_many_have_parameters(
@@ -119,8 +119,8 @@ def test_few_lines_of_a_file_are_begun_however_many_have_parameters(
         begun.append(given[2])
         return 7
 
-    monkeypatch.setattr(prompts, "_check_first", begin)
-    prompts.check(load(None, [STAGE, policy(tmp_path, 512), f"tasks.path={file}"]))
+    monkeypatch.setattr(prompt_checks, "_check_first", begin)
+    prompt_checks.check(load(None, [STAGE, policy(tmp_path, 512), f"tasks.path={file}"]))
     assert [task.split for task in begun] == ["train"] * 8 + ["test"] * 8
 
 
@@ -143,4 +143,4 @@ def test_an_environment_is_probed_once_however_many_lines_name_it(
 def test_random_demonstrations_need_no_expert_that_fits(tmp_path: Path) -> None:
     few = [policy(tmp_path, 512), "env.name=workshop_tools", "rollout.format=tool_call"]
     random = "stages=[{kind: sft, steps: 1, expert_fraction: 0}]"
-    prompts.check(load(None, [random, *few, "rollout.max_tokens=16"]))
+    prompt_checks.check(load(None, [random, *few, "rollout.max_tokens=16"]))

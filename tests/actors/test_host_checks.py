@@ -20,9 +20,9 @@ from evolver_async.config import ConfigError
 from evolver_async.config.load import load
 from evolver_async.model.tokenizer import ModelError
 from evolver_async.process.setup import RoleArgs
-from evolver_async.protocol import messages
-from evolver_async.transport.dealer import DealerClient
-from evolver_async.transport.server import Server
+from evolver_async.wire import messages
+from evolver_async.wire.dealer import DealerClient
+from evolver_async.wire.server import Server
 
 STAGE = "stages=[{kind: rl, steps: 9}]"
 UNSET = "${oc.env:EVOLVER_TEST_UNSET}"

@@ -10,21 +10,21 @@ from msgspec.structs import replace
 from rollouts import CHAT, Corridor
 from workers import Buffer, Walker, granted, run, version
 
-from actors.engines.base import Generation, Request
-from actors.failures import FailureCounts
+from actors.engines.engine import Generation, Request
+from actors.failure_counts import FailureCounts
 from actors.judge.audit import AuditedJudge
-from actors.judge.factory import make_judge, timeout_s_of
+from actors.judge.configured_judge import make_judge, timeout_s_of
 from actors.judge.judge import Judge, JudgedEpisode
-from actors.judge.own import OwnJudge
+from actors.judge.own_judge import OwnJudge
 from actors.postprocess import ActorComponents
 from actors.questioning.grade import Grade
 from actors.rewards.scorer import RewardScorer
 from actors.rollout.group import run_group
 from evolver_async.config import Config, ConfigError, JudgeConfig, RewardConfig
 from evolver_async.config.sections.reward import TermConfig
-from evolver_async.protocol import messages, trajectories
-from evolver_async.protocol.transcripts import Turn
 from evolver_async.schema import Task, TurnFlag
+from evolver_async.wire import messages, trajectory_bytes
+from evolver_async.wire.transcripts import Turn
 
 __all__ = ["run"]  # the fixture
 
@@ -259,7 +259,7 @@ def test_an_episode_too_large_to_send_is_a_failure_of_its_task(
     run: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The actor goes on: a next one would be granted the same task, and end as well."""
-    monkeypatch.setattr(trajectories, "PARCEL_BYTES", 100)
+    monkeypatch.setattr(trajectory_bytes, "PARCEL_BYTES", 100)
     buffer = Buffer((0.0, granted()))
     run(buffer, Walker(), 60.0)
     assert buffer.seen(messages.Push) == []

@@ -10,10 +10,10 @@ from workers import Walker, worker_of
 
 from evolver_async.config import EnvConfig
 from evolver_async.launch.serial import VirtualLoop
-from evolver_async.protocol import messages
 from evolver_async.schema import WeightId
-from evolver_async.transport.in_process import LocalClient, LocalServer
 from evolver_async.weights.shm import ShmPublisher
+from evolver_async.wire import messages
+from evolver_async.wire.in_process import LocalClient, LocalServer
 
 RUN_S, TRAIN_S, PUBLISH_S = 120.0, 2.0, 5.0  # virtual seconds
 

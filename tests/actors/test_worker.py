@@ -18,12 +18,12 @@ from openai_server import closed_url
 from rollouts import Corridor, Hanging, corridor
 from workers import Buffer, Walker, granted, run, version, worker_of
 
-from actors.engines.base import Generation, Request
-from actors.envs.adapters.service_client import drain
+from actors.adapters.service_client import drain
+from actors.engines.engine import Generation, Request
 from actors.postprocess import ActorComponents
-from actors.progress import TicketProgress, renewal
 from actors.reporter import ENGINE, Reporter
 from actors.rollout import episode
+from actors.ticket_progress import TicketProgress, renewal
 from actors.weights.arrival import ArrivalCheck
 from actors.worker import ActorReplaced
 from evolver_async.buffer.state.leases import Leases
@@ -32,15 +32,15 @@ from evolver_async.config.load import dump, load
 from evolver_async.errors import Unrecoverable
 from evolver_async.launch.serial import VirtualLoop
 from evolver_async.model.tokenizer import ModelError, tokenizer_hash
-from evolver_async.protocol import messages
-from evolver_async.protocol.envelope import SCHEMA_HASH
 from evolver_async.schema import Task, Ticket, WeightId
-from evolver_async.transport.client import Rejected
-from evolver_async.transport.dealer import DealerClient
-from evolver_async.transport.in_process import LocalClient, LocalServer
-from evolver_async.transport.server import Server
-from evolver_async.weights.channel.base import WeightsCorrupt
+from evolver_async.weights.channel.interface import WeightsCorrupt
 from evolver_async.weights.shm import ShmPublisher, ShmReceiver
+from evolver_async.wire import messages
+from evolver_async.wire.client import Rejected
+from evolver_async.wire.dealer import DealerClient
+from evolver_async.wire.envelope import SCHEMA_HASH
+from evolver_async.wire.in_process import LocalClient, LocalServer
+from evolver_async.wire.server import Server
 
 __all__ = ["run"]  # the fixture
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import zmq
 
-from evolver_async.transport.server import BATCH_BYTES, BATCH_MESSAGES, BATCH_S
+from evolver_async.wire.server import BATCH_BYTES, BATCH_MESSAGES, BATCH_S
 
 POLL_MS = 50
 LARGEST = 1 << 30

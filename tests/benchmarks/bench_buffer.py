@@ -31,8 +31,8 @@ from producers import BYTES_PER_TOKEN, IN_FLIGHT, Context, Crowd, config
 from evolver_async.buffer.service import BufferService
 from evolver_async.config import Config
 from evolver_async.process.garbage import collect_rarely
-from evolver_async.protocol.messages import Welcome
-from evolver_async.transport.server import Server
+from evolver_async.wire.messages import Welcome
+from evolver_async.wire.server import Server
 
 PRODUCERS = 3
 SIZES = {"8 KiB": (744, 90), "256 KiB": (23_831, 1000)}  # tokens, microseconds wanted

@@ -23,11 +23,11 @@ import psutil
 
 from evolver_async.buffer.service import BufferService
 from evolver_async.process.garbage import collect_rarely
-from evolver_async.protocol.messages import Lease, Release, Renew, Tickets, Welcome
 from evolver_async.schema import Ticket
-from evolver_async.transport.dealer import DealerClient
-from evolver_async.transport.keys import make
-from evolver_async.transport.server import Server
+from evolver_async.wire.dealer import DealerClient
+from evolver_async.wire.keys import make
+from evolver_async.wire.messages import Lease, Release, Renew, Tickets, Welcome
+from evolver_async.wire.server import Server
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "tests" / "support"))

@@ -27,7 +27,7 @@ from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, TCPStore
 from transformers import LlamaConfig
 from transformers.models.auto import AutoModelForCausalLM
 
-from actors.engines.base import Request
+from actors.engines.engine import Request
 from actors.engines.vllm_core import VllmCore
 from actors.engines.vllm_engine import VllmEngine
 from actors.engines.vllm_start import Settings
@@ -35,7 +35,7 @@ from evolver_async.model.policy import state_tensors
 from evolver_async.model.tiny import make_tokenizer
 from evolver_async.schema import WeightId
 from evolver_async.weights import probe
-from evolver_async.weights.factory import ReceiverSettings
+from evolver_async.weights.ends import ReceiverSettings
 
 MIB, LENGTH = 1 << 20, 256
 TIMEOUT = timedelta(seconds=300)

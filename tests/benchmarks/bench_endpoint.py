@@ -32,12 +32,12 @@ from urllib.parse import urlsplit
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
 from actors.endpoint.runner import AgentRunner
-from actors.engines.base import Generation, Request
+from actors.engines.engine import Generation, Request
 from actors.formats.chat import Chat
 from actors.formats.turns import ThinkAnswer
-from actors.progress import TicketProgress
 from actors.rollout.episode_config import Setting
 from actors.rollout.finished import Finished
+from actors.ticket_progress import TicketProgress
 from evolver_async.config.sections.rollout import EndpointConfig
 from evolver_async.model.tiny import make_tokenizer
 from evolver_async.process.garbage import collect_rarely

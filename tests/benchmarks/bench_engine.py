@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from actors.engines.base import Request
+from actors.engines.engine import Request
 from actors.engines.torch_engine import TorchEngine
 from evolver_async.model.policy import load_model, load_tokenizer, make_tiny
 from evolver_async.model.precision import load_policy

@@ -24,17 +24,17 @@ from pathlib import Path
 
 import numpy as np
 
-from actors.engines.base import Generation, Request
+from actors.engines.engine import Generation, Request
 from actors.envs.grid.frozen_lake import FrozenLake
+from actors.experience.experience_service import build, open_pool
 from actors.experience.guide import ExperienceGuide, ServiceBackend
 from actors.experience.pool import Item
-from actors.experience.service import build, open_pool
-from actors.experience.store import ExperienceEntry
+from actors.experience.pool_file import ExperienceEntry
 from actors.formats.chat import Chat
-from actors.progress import TicketProgress
 from actors.rollout.episode_config import setting_of
 from actors.rollout.finished import Finished
 from actors.rollout.group import run_group
+from actors.ticket_progress import TicketProgress
 from evolver_async.config import (
     ActorsConfig,
     Config,
@@ -47,9 +47,9 @@ from evolver_async.config import (
 from evolver_async.config.load import dump
 from evolver_async.model.tiny import make_tokenizer
 from evolver_async.process.garbage import collect_rarely
-from evolver_async.protocol import messages
 from evolver_async.schema import Sampling, Task, Ticket, WeightId
-from evolver_async.transport.dealer import DealerClient
+from evolver_async.wire import messages
+from evolver_async.wire.dealer import DealerClient
 
 ENTRIES = 100_000
 TASKS = int(sys.argv[1]) if len(sys.argv) > 1 else 10_000

@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 from chatml import make_tokenizer
 from torch import Tensor
 
-from actors.engines.base import Generation, Request
+from actors.engines.engine import Generation, Request
 from actors.envs.grid.frozen_lake import FrozenLake
 from actors.envs.grid.frozen_lake_map import ACTIONS
 from actors.formats.chat import Chat
@@ -30,12 +30,12 @@ from actors.formats.turns import ThinkAnswer
 from actors.judge.judge import JudgedEpisode, RuleJudge
 from actors.judge.labels import parse
 from actors.judge.prompt import question
-from actors.progress import TicketProgress
 from actors.rollout.episode_config import Setting
 from actors.rollout.finished import Finished
 from actors.rollout.group import run_group
-from evolver_async.protocol.transcripts import Turn
+from actors.ticket_progress import TicketProgress
 from evolver_async.schema import Sampling, Task, Ticket, WeightId
+from evolver_async.wire.transcripts import Turn
 
 LATENCY_S = 0.05
 REQUIRED = 1.0  # percent of rollout time, at most

@@ -27,13 +27,13 @@ from evolver_async.buffer.service import BufferService
 from evolver_async.config import Config, StageConfig
 from evolver_async.config.load import dump, load
 from evolver_async.model import policy
-from evolver_async.process.addresses import weights_dir
 from evolver_async.process.garbage import collect_rarely
-from evolver_async.protocol.messages import Ack, Lease, Push, Tickets
+from evolver_async.process.rendezvous import weights_dir
 from evolver_async.randomness import key
 from evolver_async.schema import Role, Sequence, Ticket, Trajectory, VersionRun
-from evolver_async.transport.dealer import DealerClient
-from evolver_async.transport.server import Server
+from evolver_async.wire.dealer import DealerClient
+from evolver_async.wire.messages import Ack, Lease, Push, Tickets
+from evolver_async.wire.server import Server
 from learner.main import build
 from learner.stage_steps import enter_stage
 from learner.train import Learner

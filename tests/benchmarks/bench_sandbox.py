@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
 import hostile
 
-from actors.sandbox.pool import SandboxPool
+from actors.sandbox.interpreters import SandboxPool
 from actors.sandbox.process import SandboxLimits
 
 PROGRAM = "print(34*57%1000)"

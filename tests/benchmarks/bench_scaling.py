@@ -32,7 +32,7 @@ from evolver_async.config import ConfigError
 from evolver_async.durations import since_1970
 from evolver_async.launch.run_directory import address_of, scale
 from evolver_async.metrics.tail import Tail
-from evolver_async.watch.status import ask
+from evolver_async.runs.watch.status_text import ask
 
 RECIPE = """
 env: {{name: bandit, latency: {{kind: lognormal, median_s: 2.0, sigma: 1.0}}}}

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from actors.engines.base import Generation, Request
+from actors.engines.engine import Generation, Request
 from evolver_async.model.policy import (
     load_model,
     load_state,

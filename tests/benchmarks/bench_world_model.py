@@ -20,12 +20,12 @@ from safetensors.torch import load_file
 from training import train
 
 from actors.formats.chat import Chat
-from actors.progress import TicketProgress
 from actors.rollout.episode_config import setting_of
 from actors.scripted.branching import branch_group
+from actors.ticket_progress import TicketProgress
 from evolver_async.buffer.stages import source_of
-from evolver_async.buffer.tasks.source import held_out_task
-from evolver_async.checkpoint import directory as checkpoint
+from evolver_async.buffer.tasks.task_source import held_out_task
+from evolver_async.checkpoint import checkpoints as checkpoint
 from evolver_async.config import Config
 from evolver_async.config.load import load, stage_config
 from evolver_async.model import policy

@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from evolver_async.files import parsed
 from evolver_async.model import lora
 from evolver_async.model.policy import load_model, load_state
-from evolver_async.results.run import RunResults
+from evolver_async.runs.results.loaded_run import RunResults
 from evolver_async.schema import Role, Sequence
 
 LIMIT = 1e-4

@@ -17,7 +17,7 @@ from evidence_cells import NOTHING, Evidence, amount, at_equal_steps, evidence_o
 from evolver_async.config import ConfigError
 from evolver_async.study import directory, plots
 from evolver_async.study.directory import Study
-from evolver_async.study.results import RunResult, results_of
+from evolver_async.study.run_results import RunResult, results_of
 from evolver_async.study.summary import (
     CellSummary,
     cells_summary,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from evolver_async.study.curves import StudyCurve, mean_curve, reached
-from evolver_async.study.results import RunResult, rows_of
+from evolver_async.study.run_results import RunResult, rows_of
 from evolver_async.study.statistics import Interval, interval
 from evolver_async.study.summary import CellSummary
 

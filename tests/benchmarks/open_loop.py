@@ -20,7 +20,9 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 from producers import CREDIT, NEWEST, TURNS, Context, Sequences, member_of
 
-from evolver_async.protocol.messages import (
+from evolver_async.schema import Ticket
+from evolver_async.wire.dealer import DealerClient
+from evolver_async.wire.messages import (
     Done,
     Kept,
     Lease,
@@ -30,8 +32,6 @@ from evolver_async.protocol.messages import (
     Tickets,
     Wait,
 )
-from evolver_async.schema import Ticket
-from evolver_async.transport.dealer import DealerClient
 
 GROUPS = 16  # a take
 STOCK = 4096  # groups that may be granted ahead

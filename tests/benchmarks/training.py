@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from evolver_async.metrics.lineages import current_rows
+from evolver_async.metrics.newest_lineage import current_rows
 
 
 def rows_of(run: Path) -> list[dict]:

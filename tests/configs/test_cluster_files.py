@@ -25,7 +25,7 @@ from evolver_async.commands.recipes import recipe_path
 from evolver_async.config import Config
 from evolver_async.config.load import load
 from evolver_async.launch.child import FINAL
-from evolver_async.transport import keys
+from evolver_async.wire import keys
 
 ROOT = Path(__file__).parents[2]
 CLUSTER = ROOT / "configs" / "cluster"

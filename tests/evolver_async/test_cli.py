@@ -21,7 +21,7 @@ from launches import COMMAND, DEADLINE_S, alive, wait_for
 from serial_recipe import RECIPE as SERIAL
 
 from evolver_async import cli
-from evolver_async.checkpoint.directory import save
+from evolver_async.checkpoint.checkpoints import save
 from evolver_async.cli import main
 from evolver_async.commands import training
 from evolver_async.config import Config, ConfigError, LaunchConfig, StageConfig
@@ -33,9 +33,9 @@ from evolver_async.launch.registry import resolve
 from evolver_async.launch.resumption import FinishedRun, resume
 from evolver_async.launch.run_directory import ACTORS, announce, locked, scale
 from evolver_async.metrics.launches import record
+from evolver_async.runs.watch.live import exact_values
+from evolver_async.runs.watch.runs import end
 from evolver_async.study.directory import DEFINITION
-from evolver_async.watch.live import exact_values
-from evolver_async.watch.runs import end
 
 RECIPE = "stages: [{kind: rl, steps: 5}]\n"
 Refused = Callable[..., str]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from evolver_async.checkpoint.directory import save
+from evolver_async.checkpoint.checkpoints import save
 from evolver_async.cli import main
 from evolver_async.commands.recipes import recipe_path
 from evolver_async.config import Config, StageConfig
@@ -16,7 +16,7 @@ from evolver_async.config.sections.learner import lr_at
 from evolver_async.launch.resumption import raised_rate
 from evolver_async.launch.run_directory import locked
 from evolver_async.metrics import tail
-from evolver_async.watch import runs
+from evolver_async.runs.watch import runs
 
 ROOT = Path(__file__).parents[2]
 

@@ -18,13 +18,13 @@ from evolver_async.buffer.log.quarantine import JournalError
 from evolver_async.buffer.log.reader import JournalReader
 from evolver_async.buffer.state import records
 from evolver_async.checkpoint import history, shards
-from evolver_async.checkpoint.directory import MANIFEST, CheckpointError
+from evolver_async.checkpoint.checkpoints import MANIFEST, CheckpointError
 from evolver_async.cli import main
 from evolver_async.config.load import load_written
-from evolver_async.config.values.errors import ConfigError
+from evolver_async.config.values.config_error import ConfigError
 from evolver_async.file_formats import JOURNAL_FORMAT, RUN
 from evolver_async.launch.resumption import FinishedRun, resume
-from evolver_async.results.run import load_run
+from evolver_async.runs.results.loaded_run import load_run
 from learner.state import LearnerState
 
 ROOT = Path(__file__).parents[2]

@@ -12,9 +12,9 @@ import torch
 from safetensors.torch import save_file
 
 from evolver_async.checkpoint import shards
-from evolver_async.checkpoint.directory import CheckpointError
+from evolver_async.checkpoint.checkpoints import CheckpointError
 from evolver_async.config.load import load
-from evolver_async.config.values.errors import ConfigError
+from evolver_async.config.values.config_error import ConfigError
 from evolver_async.files import make_own, parsed
 from evolver_async.metrics.tail import row_of
 from evolver_async.model.lora import fingerprint_of
@@ -48,14 +48,14 @@ def test_json_that_is_nested_too_deep_is_an_error_of_the_file(tmp_path: Path) ->
 def test_no_file_of_json_is_read_without_that_check() -> None:
     """`files.parsed` reads JSON, but where the same lines treat deep nesting themselves, and where
     another process of ours wrote the text a moment ago."""
-    careful = {"evolver_async/files.py", "evolver_async/buffer/tasks/files.py"}
+    careful = {"evolver_async/files.py", "evolver_async/buffer/tasks/row_files.py"}
     careful |= {f"actors/endpoint/{one}.py" for one in ("request", "template", "messages_form")}
-    careful |= {f"actors/envs/adapters/{one}.py" for one in ("openenv_env", "service_client")}
-    careful |= {f"actors/envs/adapters/{one}.py" for one in ("reasoning_gym_env", "verifiers_env")}
-    careful |= {"actors/experience/store.py", "evolver_async/doctor/report.py"}
+    careful |= {f"actors/adapters/{one}.py" for one in ("openenv_env", "service_client")}
+    careful |= {f"actors/adapters/{one}.py" for one in ("reasoning_gym_env", "verifiers_env")}
+    careful |= {"actors/experience/pool_file.py", "evolver_async/doctor/capabilities.py"}
     careful |= {f"actors/sandbox/{one}.py" for one in ("guest", "namespaces", "process")}
     careful |= {f"evolver_async/weights/collective/{one}.py" for one in ("event_log", "sender")}
-    careful |= {"evolver_async/report/browser.py"}
+    careful |= {"evolver_async/runs/report/browser.py"}
     found = set()
     for path in (one for wing in ("evolver_async", "actors", "learner") for one in _python(wing)):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):

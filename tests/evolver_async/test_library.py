@@ -12,8 +12,8 @@ from evolver_async import Config, load_run, train
 from evolver_async.config import ConfigError, StageConfig
 from evolver_async.config.load import dump
 from evolver_async.metrics.writer import JsonlWriter
-from evolver_async.results.run import RunResults
-from evolver_async.results.trajectories import TrajectoryGone
+from evolver_async.runs.results.loaded_run import RunResults
+from evolver_async.runs.results.trajectories import TrajectoryGone
 from evolver_async.schema import Role
 
 ROOT = Path(__file__).parents[2]

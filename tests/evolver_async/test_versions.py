@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from evolver_async.process import versions
+from evolver_async.process import package_versions
 
 
 def test_a_link_to_nothing_as_an_editor_leaves_it_is_no_source(
@@ -14,9 +14,9 @@ def test_a_link_to_nothing_as_an_editor_leaves_it_is_no_source(
     package.mkdir()
     (package / "__init__.py").write_text("x = 1")
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(versions, "OURS", ("a_package",))
-    before = versions._digest()
+    monkeypatch.setattr(package_versions, "OURS", ("a_package",))
+    before = package_versions._digest()
     (package / ".#one.py").symlink_to("someone@host.1234:1")
-    assert versions._digest() == before
+    assert package_versions._digest() == before
     (package / "two.py").write_text("")
-    assert versions._digest() != before
+    assert package_versions._digest() != before

@@ -67,8 +67,8 @@ def test_the_wheel_holds_every_module_and_every_recipe(unpacked: Path) -> None:
     assert {"frozen_lake.yaml", "gpu/grpo_roc.yaml", "studies/lag.yaml"} <= recipes
     assert files(unpacked, "evolver_async/recipes", ".yaml") == recipes
     assert (unpacked / "actors" / "envs" / "webshop" / "products.jsonl").is_file()
-    assets = files(ROOT, "evolver_async/report/assets", "")
-    assert files(unpacked, "evolver_async/report/assets", "") == assets >= {"page.html"}
+    assets = files(ROOT, "evolver_async/runs/report/assets", "")
+    assert files(unpacked, "evolver_async/runs/report/assets", "") == assets >= {"page.html"}
     assert {path.name for path in unpacked.iterdir() if path.suffix == ""} == {*PACKAGES}
 
 

@@ -18,7 +18,7 @@ from openai_server import OpenAIServer
 
 from evolver_async.durations import since_1970
 from evolver_async.launch.run_directory import address_of
-from evolver_async.watch.status import ask, status_lines
+from evolver_async.runs.watch.status_text import ask, status_lines
 
 WITHIN_S = 10.0
 RECIPE = f"""

@@ -15,9 +15,9 @@ from pathlib import Path
 
 from power import cut_at_every_sync
 
-from evolver_async.checkpoint import directory as checkpoint
+from evolver_async.checkpoint import checkpoints as checkpoint
 from evolver_async.checkpoint import history
-from evolver_async.checkpoint.directory import load_newest, save
+from evolver_async.checkpoint.checkpoints import load_newest, save
 from evolver_async.config.load import load
 from learner.run.checkpoint import Checkpoints
 

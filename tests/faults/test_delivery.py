@@ -25,10 +25,10 @@ from launches import COMMAND, wait_for
 from producers import GROUP_SIZE, BufferProcess, config, learn, produce
 
 from evolver_async.buffer.service import BufferService
-from evolver_async.protocol import messages
-from evolver_async.protocol.messages import Ack, Dup, Lease, Push, Renew, Resume, Tickets, Welcome
-from evolver_async.transport.dealer import DealerClient
-from evolver_async.transport.server import Server
+from evolver_async.wire import messages
+from evolver_async.wire.dealer import DealerClient
+from evolver_async.wire.messages import Ack, Dup, Lease, Push, Renew, Resume, Tickets, Welcome
+from evolver_async.wire.server import Server
 
 KILLS, PRODUCERS, TOKENS = 10, 3, 200
 RESEND_S = 0.2

@@ -27,13 +27,13 @@ from evolver_async.buffer.log.disk import SyncError
 from evolver_async.buffer.log.journal import Journal
 from evolver_async.buffer.log.quarantine import JournalError
 from evolver_async.errors import USER_ERROR
-from evolver_async.protocol import messages
-from evolver_async.protocol.envelope import Envelope, pack, unpack
-from evolver_async.protocol.trajectories import wrap
 from evolver_async.schema import Ticket
-from evolver_async.transport.dealer import DealerClient
-from evolver_async.transport.router import RequestRouter
-from evolver_async.transport.server import Server
+from evolver_async.wire import messages
+from evolver_async.wire.dealer import DealerClient
+from evolver_async.wire.envelope import Envelope, pack, unpack
+from evolver_async.wire.router import RequestRouter
+from evolver_async.wire.server import Server
+from evolver_async.wire.trajectory_bytes import wrap
 
 SETTINGS = config(max_staleness=1)
 HOLDING = config(max_staleness=1, lease_s=600.0, stall_s=2400.0)  # no lease ends in a test

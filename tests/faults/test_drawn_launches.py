@@ -19,16 +19,16 @@ import pytest
 from drawn_options import KEY, OPTIONS, Died, draw, finite_rows
 from invariants import check_run
 
-from evolver_async.checkpoint.directory import CheckpointError, resumable, valid
+from evolver_async.checkpoint.checkpoints import CheckpointError, resumable, valid
 from evolver_async.config import Config
 from evolver_async.errors import TrainingError
 from evolver_async.launch.forking import fork
 from evolver_async.launch.resumption import resume
 from evolver_async.launch.run_directory import origin_of
 from evolver_async.launch.serial import run
-from evolver_async.metrics.lineages import current_rows
-from evolver_async.results.run import load_run
-from evolver_async.results.takes import RecordedTakes
+from evolver_async.metrics.newest_lineage import current_rows
+from evolver_async.runs.results.loaded_run import load_run
+from evolver_async.runs.results.takes import RecordedTakes
 from evolver_async.study.rerun import plan
 from learner.diagnostics.step_rows import StepRows
 from learner.rerun.main import rerun

@@ -15,7 +15,7 @@ import torch
 from safetensors import SafetensorError
 
 from evolver_async import room
-from evolver_async.checkpoint import directory as checkpoint
+from evolver_async.checkpoint import checkpoints as checkpoint
 from evolver_async.config import Config
 from evolver_async.errors import DISK_FULL
 from evolver_async.launch import supervisor

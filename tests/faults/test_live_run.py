@@ -21,10 +21,10 @@ from invariants import Story, check_leaks, check_named, check_run, traces
 from launches import COMMAND, DEADLINE_S, Launch, alive, is_step, launching, wait_for
 from live import child, status, stopped, story
 
-from evolver_async.checkpoint.directory import valid
+from evolver_async.checkpoint.checkpoints import valid
 from evolver_async.config.load import load
-from evolver_async.process.addresses import weights_dir
-from evolver_async.weights.channel.base import read_head
+from evolver_async.process.rendezvous import weights_dir
+from evolver_async.weights.channel.interface import read_head
 
 LEASE_S = 2.0
 POISONED = f"moody:Moody/train/{moody.POISON}"

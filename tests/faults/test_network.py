@@ -12,8 +12,8 @@ from launches import Launch, launching, wait_for
 from network import FarHost, far_host
 
 from evolver_async.config.load import load
-from evolver_async.transport.keys import make
-from evolver_async.watch.status import ask
+from evolver_async.runs.watch.status_text import ask
+from evolver_async.wire.keys import make
 
 RECIPE = """
 env: {{name: bandit, latency: {{kind: fixed, median_s: 0.1}}}}

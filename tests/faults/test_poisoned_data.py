@@ -18,11 +18,11 @@ from evolver_async.config import SelectionConfig, StageConfig
 from evolver_async.config.load import stage_config
 from evolver_async.errors import TrainingError
 from evolver_async.metrics import alerts
-from evolver_async.metrics.alarms import firing
+from evolver_async.metrics.alarm_rows import firing
 from evolver_async.model import policy
-from evolver_async.protocol import messages
-from evolver_async.protocol.envelope import Envelope, WireError, pack, unpack
 from evolver_async.schema import Sequence, Ticket, Trajectory, WeightId
+from evolver_async.wire import messages
+from evolver_async.wire.envelope import Envelope, WireError, pack, unpack
 from learner.state import LearnerState
 from learner.step import Updater
 

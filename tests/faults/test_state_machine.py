@@ -34,8 +34,8 @@ from evolver_async.buffer.log import segment
 from evolver_async.buffer.state.admission import KINDS
 from evolver_async.buffer.state.leases import COUNTED_S
 from evolver_async.config import QuestioningConfig
-from evolver_async.protocol import messages
 from evolver_async.schema import Ticket, Trajectory, WeightId
+from evolver_async.wire import messages
 
 PEERS = ("actor-0", "actor-1")
 LEASE_S, MAX_ATTEMPTS = 10.0, 2

@@ -22,14 +22,14 @@ from launches import fair_time, wait_for
 
 from actors.weights.vllm_channel import WorkerStates
 from evolver_async.schema import WeightId
-from evolver_async.weights.channel.base import WeightsCorrupt, WeightsGone
+from evolver_async.weights.channel.interface import WeightsCorrupt, WeightsGone
 from evolver_async.weights.collective.sender import ROLL_S
 from evolver_async.weights.shm import ShmPublisher, ShmReceiver
 
 NUMBERS = 1 << 20  # of one tensor, so that writing and reading it take a while
 READER = """
 import sys
-from evolver_async.weights.channel.base import WeightsGone
+from evolver_async.weights.channel.interface import WeightsGone
 from evolver_async.weights.shm import ShmReceiver
 receiver = ShmReceiver(sys.argv[1])
 print("ready", flush=True)
@@ -72,7 +72,7 @@ for line in sys.stdin:
 WORKER = """
 import sys, torch
 from actors.weights.vllm_channel import StagingThread, WorkerChannel
-from evolver_async.weights.factory import ReceiverSettings
+from evolver_async.weights.ends import ReceiverSettings
 torch.set_num_threads(1)
 address, states, rank, deadline_s = sys.argv[1:]
 

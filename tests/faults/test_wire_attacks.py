@@ -25,8 +25,11 @@ from invariants import check_journal, check_leaks, check_named, traces
 from launches import fair_time
 
 from evolver_async.buffer.service import BufferService
-from evolver_async.protocol import messages
-from evolver_async.protocol.envelope import (
+from evolver_async.schema import Ticket
+from evolver_async.wire import messages
+from evolver_async.wire.client import AccessDenied, Rejected
+from evolver_async.wire.dealer import DealerClient
+from evolver_async.wire.envelope import (
     LIMITS,
     PROTOCOL,
     SCHEMA_HASH,
@@ -35,13 +38,10 @@ from evolver_async.protocol.envelope import (
     pack,
     unpack,
 )
-from evolver_async.protocol.messages import Push, Reject, StatusReply, StatusRequest
-from evolver_async.protocol.trajectories import HEADER_BYTES, PARCEL_BYTES
-from evolver_async.schema import Ticket
-from evolver_async.transport.client import AccessDenied, Rejected
-from evolver_async.transport.dealer import DealerClient
-from evolver_async.transport.keys import make
-from evolver_async.transport.server import Server
+from evolver_async.wire.keys import make
+from evolver_async.wire.messages import Push, Reject, StatusReply, StatusRequest
+from evolver_async.wire.server import Server
+from evolver_async.wire.trajectory_bytes import HEADER_BYTES, PARCEL_BYTES
 
 FRAMES = 10_000
 GROWTH_BYTES = 50 << 20

@@ -6,7 +6,7 @@ from typing import Any
 import psutil
 import pytest
 
-from actors.envs.adapters.scienceworld_env import _simulator
+from actors.adapters.scienceworld_env import _simulator
 from actors.envs.base import EnvError, isolation_of, make_env
 from evolver_async.schema import Task
 

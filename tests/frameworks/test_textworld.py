@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from actors.envs.adapters.textworld_env import PREFIX, _compiled
+from actors.adapters.textworld_env import PREFIX, _compiled
 from actors.envs.base import EnvError, isolation_of, make_env
 from evolver_async.schema import Task
 

@@ -25,7 +25,7 @@ from gpu_models import (
 from transformers import PreTrainedModel, Qwen3Config
 from transformers.models.auto import AutoModelForCausalLM
 
-from actors.engines.base import Engine, Generation, Request
+from actors.engines.engine import Engine, Generation, Request
 from actors.engines.torch_engine import TorchEngine
 from evolver_async.model.policy import load_state, state_tensors
 from evolver_async.weights.shm import ShmPublisher, ShmReceiver

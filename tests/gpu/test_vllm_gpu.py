@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from vllm_engines import publish
 
-from actors.engines.base import Engine, Generation
+from actors.engines.engine import Engine, Generation
 from actors.engines.factory import load_engine
 from actors.engines.vllm_engine import VllmEngine
 from evolver_async.config import Config

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from evolver_async.buffer.service import BufferService
-from evolver_async.checkpoint.directory import load_newest, valid
+from evolver_async.checkpoint.checkpoints import load_newest, valid
 from evolver_async.config import Config
 from evolver_async.config.load import dump, load
 from evolver_async.config.sections.run import FINAL_SET, EvalConfig, EvalSetConfig
@@ -23,12 +23,12 @@ from evolver_async.launch.serial import VirtualLoop, run
 from evolver_async.metrics.families import AXES, CLOCK
 from evolver_async.metrics.writer import Metrics, Timers
 from evolver_async.process.setup import RoleArgs
-from evolver_async.protocol.evaluations import EvalResult
-from evolver_async.protocol.failures import FailureTotal
 from evolver_async.schema import Group, WeightId
-from evolver_async.transport.dealer import DealerClient
-from evolver_async.transport.in_process import LocalClient, LocalServer
 from evolver_async.weights.shm import ShmPublisher
+from evolver_async.wire.dealer import DealerClient
+from evolver_async.wire.evaluation_results import EvalResult
+from evolver_async.wire.failure_totals import FailureTotal
+from evolver_async.wire.in_process import LocalClient, LocalServer
 from learner import train
 from learner.diagnostics.step_result import StepResult
 from learner.diagnostics.step_rows import StepRows

@@ -23,7 +23,7 @@ SETTINGS = {"trust_remote_code": False, "weights_only": True, "allow_pickle": Fa
 # runs what a model wrote, confined; tests/actors/sandbox/test_sandbox.py proves how well
 CONFINED = {
     "actors/sandbox/guest.py": ["exec"],
-    "actors/envs/adapters/reasoning_gym_scorer.py": ["builtins.eval"],
+    "actors/adapters/reasoning_gym_scorer.py": ["builtins.eval"],
 }
 
 

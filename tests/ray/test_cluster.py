@@ -14,9 +14,9 @@ from invariants import check_journal
 from launches import Launch, alive, wait_for
 from ray_nodes import Nodes, free_port
 
-from evolver_async.checkpoint.directory import valid
+from evolver_async.checkpoint.checkpoints import valid
 from evolver_async.config.load import load
-from evolver_async.transport.keys import make
+from evolver_async.wire.keys import make
 
 CANARIES = {
     "BANDIT_TOKEN": "canary-4f1c9e-in-a-parameter",

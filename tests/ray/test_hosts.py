@@ -23,8 +23,8 @@ from moody import ACKED
 from ray_nodes import BUFFER, Hosts, free_port
 from under_fire import read_acks
 
-from evolver_async.checkpoint.directory import valid
-from evolver_async.transport.keys import make
+from evolver_async.checkpoint.checkpoints import valid
+from evolver_async.wire.keys import make
 
 SEEDS = range(int(os.environ.get("HOST_SEEDS", "0")))
 HEADS = ("head", "head and launcher")  # ways to lose it, by turns

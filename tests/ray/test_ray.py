@@ -17,7 +17,7 @@ import ray
 from launches import Launch, alive, wait_for
 from ray.exceptions import ActorUnavailableError, RayTaskError, RuntimeEnvSetupError
 
-from evolver_async.checkpoint.directory import valid
+from evolver_async.checkpoint.checkpoints import valid
 from evolver_async.cli import main
 from evolver_async.config import ConfigError
 from evolver_async.config.load import load
@@ -27,8 +27,8 @@ from evolver_async.launch.ray_cluster import head as heads
 from evolver_async.launch.ray_cluster import spawner as spawning
 from evolver_async.launch.ray_cluster.handle import RayHandle
 from evolver_async.launch.ray_cluster.head import HeadService, NodeView
-from evolver_async.launch.ray_cluster.host import Order, ProcessHost
 from evolver_async.launch.ray_cluster.launcher import check, connect, learner_home_of
+from evolver_async.launch.ray_cluster.ray_host import Order, ProcessHost
 from evolver_async.launch.ray_cluster.spawner import RaySpawner, forwarded
 
 RECIPE = """

@@ -19,7 +19,6 @@ from evolver_async.config import (
     StageConfig,
     TasksConfig,
 )
-from evolver_async.protocol import messages
 from evolver_async.schema import (
     Group,
     Role,
@@ -30,6 +29,7 @@ from evolver_async.schema import (
     VersionRun,
     WeightId,
 )
+from evolver_async.wire import messages
 
 HEAD = WeightId(lineage=1, step=0)  # of a run that has just begun
 

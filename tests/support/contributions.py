@@ -2,8 +2,8 @@
 
 from hypothesis import strategies as st
 
-from evolver_async.protocol import messages
-from evolver_async.protocol.transcripts import Transcript, Turn
+from evolver_async.wire import messages
+from evolver_async.wire.transcripts import Transcript, Turn
 
 
 def episode(*steps: str, success: bool, number: int = 0, used: tuple[int, ...] = ()) -> Transcript:

@@ -2,10 +2,10 @@
 
 import asyncio
 
-from actors.progress import TicketProgress
 from actors.rollout.episode_config import Setting
 from actors.rollout.finished import Finished
-from actors.scripted.expert import demonstrate_group
+from actors.scripted.demonstrations import demonstrate_group
+from actors.ticket_progress import TicketProgress
 from evolver_async.schema import Ticket, Trajectory
 
 

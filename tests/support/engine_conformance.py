@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
-from actors.engines.base import Engine, Generation, Request
 from actors.engines.decoding.stops import UNDECODED
+from actors.engines.engine import Engine, Generation, Request
 from actors.weights.source import LocalEngine
 from evolver_async.model.grammar import GrammarError, Grammars
 from evolver_async.model.policy import ModelError, load_state, state_tensors, token_logprobs

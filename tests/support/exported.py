@@ -15,8 +15,8 @@ from actors.formats.turns import SEPARATOR
 from actors.rollout.conversation import system_message
 from actors.rollout.episode_config import Setting, setting_of
 from evolver_async.buffer.stages import source_of
-from evolver_async.buffer.tasks.source import held_out_task
-from evolver_async.checkpoint import directory as checkpoint
+from evolver_async.buffer.tasks.task_source import held_out_task
+from evolver_async.checkpoint import checkpoints as checkpoint
 from evolver_async.checkpoint import shards
 from evolver_async.config import Config
 from evolver_async.config.load import load, stage_config

@@ -7,7 +7,7 @@ from engine_conformance import request
 from transformers import PreTrainedModel, Qwen2Config, Qwen3Config
 from transformers.models.auto import AutoModelForCausalLM
 
-from actors.engines.base import Generation, Request
+from actors.engines.engine import Generation, Request
 from evolver_async.model.policy import token_logprobs
 from evolver_async.model.tiny import make_tokenizer
 

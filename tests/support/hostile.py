@@ -320,7 +320,7 @@ def visible(directory: str) -> str:
 
 def let_loose(user: int, route: str, bwrap: str, directory: str) -> None:
     """The whole battery as an ordinary user; prints what went wrong, by name. Never returns."""
-    from actors.sandbox.pool import SandboxPool
+    from actors.sandbox.interpreters import SandboxPool
     from actors.sandbox.process import InterpreterConfig, SandboxLimits
 
     try:

@@ -28,7 +28,7 @@ from evolver_async.buffer.state.groups import UNTRAINED, HeldGroup
 from evolver_async.config import Config
 from evolver_async.config.load import load
 from evolver_async.process.private_directories import PREFIX
-from evolver_async.protocol import messages
+from evolver_async.wire import messages
 
 Place = tuple[int, int]  # group and member
 

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from evolver_async.schema import WeightId
-from evolver_async.weights.channel.base import WeightsCorrupt, WeightsGone
+from evolver_async.weights.channel.interface import WeightsCorrupt, WeightsGone
 from evolver_async.weights.cuda_ipc import IpcPublisher, IpcReceiver, Memory
 
 READER = """
 import sys
 from ipc_memory import memory_named
-from evolver_async.weights.channel.base import WeightsGone
+from evolver_async.weights.channel.interface import WeightsGone
 from evolver_async.weights.cuda_ipc import IpcReceiver
 receiver = IpcReceiver(sys.argv[1], memory_named(sys.argv[2]))
 print("ready", flush=True)

@@ -13,7 +13,7 @@ import torch
 from buffer_world import World, config, trajectory
 from safetensors.torch import load_file
 
-from evolver_async.checkpoint.directory import load_newest
+from evolver_async.checkpoint.checkpoints import load_newest
 from evolver_async.config import (
     CheckpointConfig,
     Config,
@@ -25,9 +25,9 @@ from evolver_async.config import (
     WeightsConfig,
 )
 from evolver_async.model import policy
-from evolver_async.protocol import messages
 from evolver_async.schema import Ticket, Trajectory
-from evolver_async.transport.client import Rejected
+from evolver_async.wire import messages
+from evolver_async.wire.client import Rejected
 from learner.main import build
 from learner.train import Learner
 

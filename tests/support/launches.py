@@ -14,7 +14,7 @@ import psutil
 
 from evolver_async.launch.run_directory import address_of, last_lines
 from evolver_async.metrics.tail import Tail
-from evolver_async.watch.status import ask
+from evolver_async.runs.watch.status_text import ask
 
 DEADLINE_S = 120.0
 COMMAND = [sys.executable, "-m", "evolver_async"]

@@ -17,8 +17,8 @@ from safetensors.torch import load_file
 from evolver_async.buffer.state import records
 from evolver_async.buffer.state.position import Position
 from evolver_async.checkpoint import history
-from evolver_async.checkpoint.directory import valid
-from evolver_async.transport.client import Rejected
+from evolver_async.checkpoint.checkpoints import valid
+from evolver_async.wire.client import Rejected
 
 REUSE = 1
 RECIPE = """

@@ -2,8 +2,8 @@
 
 from typing import Any
 
+from evolver_async.doctor.probes.probe_main import PROBES
 from evolver_async.doctor.probes.result import ProbeResult
-from evolver_async.doctor.probes.run import PROBES
 
 GIB, GB = 1 << 30, 10**9
 

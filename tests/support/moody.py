@@ -14,8 +14,8 @@ from actors.envs.bandit import Bandit
 from actors.envs.grid.frozen_lake import FrozenLake
 from actors.outbox import Outbox
 from evolver_async.env import Step
-from evolver_async.protocol import messages
 from evolver_async.schema import Task
+from evolver_async.wire import messages
 
 HANG, HUNG = "hang", "hung"
 ACKED = "acked"  # a line for each acknowledged trajectory: its group and member

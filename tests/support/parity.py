@@ -11,13 +11,13 @@ from abacus_runs import abacus, styled
 from engine_conformance import RUNNER
 from rollouts import RIGHT, Adviser, FakeEngine, corridor, roll_out
 
-from actors.engines.base import Engine
+from actors.engines.engine import Engine
 from actors.engines.torch_engine import TorchEngine
 from actors.formats.chat import Chat
-from actors.progress import TicketProgress
 from actors.rollout.finished import Finished
 from actors.rollout.group import run_group
-from actors.scripted.expert import demonstrate_group
+from actors.scripted.demonstrations import demonstrate_group
+from actors.ticket_progress import TicketProgress
 from evolver_async.model import policy
 from evolver_async.model.tokenizer import load_tokenizer
 from evolver_async.schema import Group, Role, Sampling, Trajectory, WeightId

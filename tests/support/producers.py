@@ -22,7 +22,10 @@ import psutil
 
 from evolver_async.config import BufferConfig, Config, LearnerConfig, RolloutConfig, StageConfig
 from evolver_async.config.load import dump
-from evolver_async.protocol.messages import (
+from evolver_async.schema import Role, Sequence, Ticket, Trajectory, VersionRun, WeightId
+from evolver_async.wire.client import Client
+from evolver_async.wire.dealer import DealerClient
+from evolver_async.wire.messages import (
     Ack,
     Done,
     Kept,
@@ -34,9 +37,6 @@ from evolver_async.protocol.messages import (
     Tickets,
     Wait,
 )
-from evolver_async.schema import Role, Sequence, Ticket, Trajectory, VersionRun, WeightId
-from evolver_async.transport.client import Client
-from evolver_async.transport.dealer import DealerClient
 
 TURNS = 10
 BYTES_PER_TOKEN = 11  # token 4, role 1, turn 2, log-prob 4

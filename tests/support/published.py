@@ -3,9 +3,9 @@
 import torch
 
 from evolver_async.schema import WeightId
-from evolver_async.weights.channel.layout import views
+from evolver_async.weights.channel.byte_layout import views
 from evolver_async.weights.channel.snapshot import WeightSnapshot
-from evolver_async.weights.channel.source import WeightSource
+from evolver_async.weights.channel.weight_source import WeightSource
 
 
 def whole_tensors(source: WeightSource) -> dict[str, torch.Tensor]:

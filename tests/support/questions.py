@@ -10,12 +10,12 @@ from chatml import make_tokenizer
 from openai_server import OpenAIServer
 from torch import Tensor
 
-from actors.engines.base import Generation, Request
+from actors.engines.engine import Generation, Request
 from actors.formats.chat import Chat
-from actors.progress import TicketProgress
 from actors.questioning.questioner import Questioner, make_questioner
 from actors.rollout.episode_config import setting_of
 from actors.rollout.finished import Finished
+from actors.ticket_progress import TicketProgress
 from evolver_async.config import Config, LlmConfig, QuestioningConfig, StageConfig
 from evolver_async.randomness import key
 from evolver_async.schema import Sampling, Task, Ticket, WeightId

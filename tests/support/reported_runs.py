@@ -14,8 +14,8 @@ from evolver_async.config import Config
 from evolver_async.config.load import dump
 from evolver_async.metrics.writer import JsonlWriter
 from evolver_async.model.tiny import make_tokenizer
-from evolver_async.protocol import messages
 from evolver_async.schema import Role, Sequence, Ticket, Trajectory, VersionRun
+from evolver_async.wire import messages
 
 HOSTILE = "</script><script>document.body.dataset.broken = 1</script><img src=x onerror=alert(1)>"
 SEGMENT_BYTES = 1 << 12  # so that a few trajectories fill one

@@ -9,14 +9,14 @@ import episodes
 from chatml import make_tokenizer
 from torch import Tensor
 
-from actors.engines.base import Generation, Request
+from actors.engines.engine import Generation, Request
 from actors.formats.chat import Chat
 from actors.formats.turns import ThinkAnswer
-from actors.progress import TicketProgress
 from actors.rollout.episode_config import Setting
+from actors.rollout.episode_policy import Advice
 from actors.rollout.finished import Finished
 from actors.rollout.group import run_group
-from actors.rollout.policy import Advice
+from actors.ticket_progress import TicketProgress
 from evolver_async.env import Info, Step
 from evolver_async.schema import (
     Task,

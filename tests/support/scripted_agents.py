@@ -12,14 +12,14 @@ from torch import Tensor
 
 from actors.endpoint.group_judge import GroupJudge
 from actors.endpoint.runner import AgentRunner, JudgementMissing
-from actors.engines.base import Engine, Generation, Request
+from actors.engines.engine import Engine, Generation, Request
 from actors.envs.base import EnvironmentFailure
 from actors.formats.chat import Chat
 from actors.formats.turns import ThinkAnswer
-from actors.progress import TicketProgress
 from actors.rollout.episode import EpisodeLate
 from actors.rollout.episode_config import Setting
 from actors.rollout.finished import Finished
+from actors.ticket_progress import TicketProgress
 from evolver_async.schema import Task, Ticket, WeightId
 
 OLD, NEW = WeightId(lineage=1, step=1), WeightId(lineage=1, step=2)

@@ -11,7 +11,7 @@ import process_mark
 import torch
 from safetensors.torch import load_file
 
-from evolver_async.checkpoint.directory import load_newest
+from evolver_async.checkpoint.checkpoints import load_newest
 from evolver_async.config.load import dump, load
 from evolver_async.launch.registry import resolve
 from evolver_async.launch.serial import run

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from evolver_async.metrics.activity import ACTOR, LEARNER
-from evolver_async.metrics.lineages import current_rows
+from evolver_async.metrics.newest_lineage import current_rows
 from evolver_async.metrics.tail import Tail
 
 

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Sequence
 
 from evolver_async.config import Config
-from evolver_async.protocol.transcripts import Transcript
+from evolver_async.wire.transcripts import Transcript
 
 
 class Shelf:

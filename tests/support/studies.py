@@ -6,11 +6,11 @@ from pathlib import Path
 
 from evolver_async.config import Config, StageConfig
 from evolver_async.config.load import dump
+from evolver_async.runs.watch import runs
 from evolver_async.study import directory
 from evolver_async.study.cells import cells_of
 from evolver_async.study.definition import Definition
 from evolver_async.study.directory import CellRun, Study, cold_run, runs_of
-from evolver_async.watch import runs
 
 STEP_S = 2.0  # of a step of a run
 EPISODES = 8  # of a step, each of `TURNS`

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from evolver_async.schema import WeightId
-from evolver_async.weights.channel.base import Publisher, Receiver
+from evolver_async.weights.channel.interface import Publisher, Receiver
 
 
 def check_heads(publisher: Publisher, receiver: Receiver) -> None:

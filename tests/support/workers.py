@@ -10,16 +10,16 @@ import torch
 from msgspec.structs import replace
 from rollouts import CHAT, RIGHT, FakeEngine, corridor
 
-from actors.engines.base import Generation, Request
+from actors.engines.engine import Generation, Request
 from actors.postprocess import ActorComponents
 from actors.weights.source import FetchedWeights
 from actors.worker import Worker
 from evolver_async.config import Config, StageConfig
 from evolver_async.launch.serial import VirtualLoop
-from evolver_async.protocol import messages
 from evolver_async.schema import Ticket, WeightId
-from evolver_async.transport.in_process import LocalClient, LocalServer
 from evolver_async.weights.shm import ShmPublisher, ShmReceiver
+from evolver_async.wire import messages
+from evolver_async.wire.in_process import LocalClient, LocalServer
 
 
 def version(step: int) -> WeightId:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from launches import DEADLINE_S, Launch, alive, launching, wait_for
 
-from actors.experience.service import open_pool
+from actors.experience.experience_service import open_pool
 from evolver_async.config.load import load
 
 RECIPE = """

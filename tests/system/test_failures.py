@@ -12,17 +12,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from actors.failures import MOST_NAMES, FailureCounts
+from actors.failure_counts import MOST_NAMES, FailureCounts
 from evolver_async.buffer.monitor import failures as module
 from evolver_async.buffer.monitor.failures import MOST_KEPT, PATIENCE_S, Failures
 from evolver_async.config import Config
 from evolver_async.metrics.alerts import Level
 from evolver_async.metrics.writer import Metrics
 from evolver_async.process.logs import FIRST, WINDOW_S, RepeatFilter
-from evolver_async.protocol import messages
-from evolver_async.protocol.envelope import SCHEMA_HASH
-from evolver_async.protocol.failures import ERROR_CHARS, FailureKind, FailureTotal
-from evolver_async.watch.view import REPEAT_S, View
+from evolver_async.runs.watch.view import REPEAT_S, View
+from evolver_async.wire import messages
+from evolver_async.wire.envelope import SCHEMA_HASH
+from evolver_async.wire.failure_totals import ERROR_CHARS, FailureKind, FailureTotal
 from learner.diagnostics.step_result import StepResult
 from learner.diagnostics.stop_rules import Guard
 from learner.state import LearnerState

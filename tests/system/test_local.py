@@ -23,7 +23,7 @@ from shares import check_shares
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from evolver_async.buffer.service import BufferService
-from evolver_async.checkpoint.directory import valid
+from evolver_async.checkpoint.checkpoints import valid
 from evolver_async.cli import main
 from evolver_async.config.load import load
 from evolver_async.launch.run_directory import address_of

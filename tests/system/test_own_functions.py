@@ -8,7 +8,7 @@ import pytest
 from own_runs import FORMAT, KEYS, OWN, check_own_functions, rows_of
 from serial_runs import trainer
 
-from evolver_async.buffer.state.sampling import sampler_of
+from evolver_async.buffer.state.samplers import sampler_of
 from evolver_async.config import ConfigError
 from evolver_async.config.load import load
 from evolver_async.errors import TrainingError, Unrecoverable

@@ -17,10 +17,10 @@ from openai_server import OpenAIServer
 
 from actors.judge.audit import AuditedJudge
 from actors.judge.judge import JudgedEpisode, ModelJudge
-from actors.llm.client import Endpoint
+from actors.llm.endpoint_client import Endpoint
 from evolver_async.config import Config
 from evolver_async.metrics.writer import Metrics
-from evolver_async.protocol.transcripts import Turn
+from evolver_async.wire.transcripts import Turn
 from learner.diagnostics.judge_rates import note
 from learner.diagnostics.step_result import StepResult
 from learner.diagnostics.stop_rules import Guard

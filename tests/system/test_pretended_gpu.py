@@ -16,8 +16,8 @@ from pretended_gpu import GpuTensor, operations, pretended
 from serial_runs import trainer
 from transformers.models.auto import AutoModelForCausalLM
 
-from actors.engines.base import Generation
 from actors.engines.decoding.fused import FusedDecoder
+from actors.engines.engine import Generation
 from actors.engines.torch_engine import TorchEngine
 from evolver_async.config.load import load
 from evolver_async.launch.serial import run

@@ -15,7 +15,7 @@ from launches import alive, launching, wait_for
 from own_runs import FORMAT, OWN, SUPPORT, check_own_functions
 
 from evolver_async.checkpoint import shards
-from evolver_async.checkpoint.directory import load_newest, resumable
+from evolver_async.checkpoint.checkpoints import load_newest, resumable
 from evolver_async.cli import main
 from evolver_async.errors import TRAINING_ERROR
 

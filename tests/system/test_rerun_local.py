@@ -5,7 +5,7 @@ from pathlib import Path
 from launches import launching
 
 from evolver_async.cli import main
-from evolver_async.results.run import load_run
+from evolver_async.runs.results.loaded_run import load_run
 
 RECIPE = """
 env: {name: bandit, params: {high_probability: 0.5}}

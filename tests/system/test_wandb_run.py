@@ -14,7 +14,7 @@ from wandb_records import files, history, records, run_record, step_rows
 from evolver_async.cli import main
 from evolver_async.metrics.alerts import ALERTS
 from evolver_async.metrics.gauges import SYSTEM
-from evolver_async.metrics.lineages import current_rows
+from evolver_async.metrics.newest_lineage import current_rows
 from evolver_async.metrics.tail import Tail
 from evolver_async.metrics.wandb_process import OFFLINE_ALERTS
 

@@ -17,7 +17,7 @@ from launches import alive, wait_for
 from vllm_engines import TOKENIZER, engine_of, lend, make_model, save, settings
 
 from actors.engines import vllm_options
-from actors.engines.base import Generation
+from actors.engines.engine import Generation
 from actors.engines.vllm_core import EngineDied, VllmCore
 from actors.engines.vllm_engine import VllmEngine
 from actors.engines.vllm_usage import EngineUsage
@@ -26,7 +26,7 @@ from evolver_async.memory.vllm_limits import CPU_BLOCK
 from evolver_async.model.policy import ModelError
 from evolver_async.process import segments
 from evolver_async.process.private_directories import PREFIX, claim
-from evolver_async.weights.channel.base import WeightsCorrupt, WeightsGone
+from evolver_async.weights.channel.interface import WeightsCorrupt, WeightsGone
 from evolver_async.weights.shm import ShmPublisher
 
 pytestmark = pytest.mark.vllm

@@ -12,7 +12,7 @@ from engine_conformance import RUNNER, TOLERANCE, V0, V1, V2, Setting, generate_
 from torch import Tensor
 from vllm_engines import SLOTS, TOKENIZER, engine_of, make_model, save, settings
 
-from actors.engines.base import Generation
+from actors.engines.engine import Generation
 from actors.engines.vllm_core import VllmCore
 from actors.engines.vllm_engine import VllmEngine
 from actors.engines.vllm_lora import Adapter, adapter_of

@@ -14,7 +14,7 @@ from parity import (
 )
 from vllm_engines import engine_of, settings
 
-from actors.engines.base import Engine
+from actors.engines.engine import Engine
 from actors.engines.vllm_core import VllmCore
 from evolver_async.model.policy import make_tiny, state_tensors
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from engine_conformance import V0, V1, V2, request
 
-from actors.engines.base import Generation
+from actors.engines.engine import Generation
 from actors.engines.vllm_engine import VllmEngine
 from actors.engines.vllm_usage import EngineUsage
 from actors.weights.arrival import EngineLost

@@ -14,11 +14,11 @@ from torch import Tensor
 from vllm_engines import engine_of, make_model, save, settings
 
 from actors.engines import vllm_start
-from actors.engines.base import Generation
+from actors.engines.engine import Generation
 from actors.engines.vllm_core import VllmCore
 from actors.engines.vllm_engine import VllmEngine
 from actors.engines.weight_sync import WeightSync
-from actors.failures import FailureCounts
+from actors.failure_counts import FailureCounts
 from actors.weights.arrival import ArrivalCheck
 from evolver_async.config import ActorsConfig
 from evolver_async.metrics.activity import ACTOR_LEVELS, ActivityClock
@@ -28,7 +28,7 @@ from evolver_async.schema import WeightId
 from evolver_async.weights import probe
 from evolver_async.weights.collective.channel import CollectivePublisher
 from evolver_async.weights.collective.sender import ROLL_S
-from evolver_async.weights.factory import ReceiverSettings
+from evolver_async.weights.ends import ReceiverSettings
 from evolver_async.weights.shm import ShmPublisher
 
 pytestmark = pytest.mark.vllm

@@ -7,8 +7,8 @@ from transformers import PreTrainedModel
 
 from actors.engines.decoding.fused import FusedDecoder
 from actors.engines.decoding.kv_slots import Slots
+from evolver_async.model.cpu.products import forget
 from evolver_async.model.policy import split_model
-from evolver_async.model.products import forget
 
 
 class SlotModel:

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from actors.engines.decoding.kv_slots import Slots
 from actors.engines.decoding.linears import Linear, Linears
 from evolver_async.memory.bounds import MAX_COPIED
-from evolver_async.model.products import ShortLinear
+from evolver_async.model.cpu.products import ShortLinear
 
 ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 ROPE_TYPES = ("default", "linear", "llama3")  # rotations that depend on positions only

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from evolver_async.model.products import SHORT, ShortLinear
+from evolver_async.model.cpu.products import SHORT, ShortLinear
 
 
 class Linear:

@@ -15,8 +15,8 @@ from typing import Literal
 
 import numpy as np
 
-from actors.envs.grid.cells import ARRIVED
 from actors.envs.grid.game import PLAYER, MapWalk
+from actors.envs.grid.squares import ARRIVED
 from actors.envs.tabular import Outcome, Process, best_values, exact_of, happening, learn, tabulate
 from evolver_async.env import Exact
 from evolver_async.randomness import key

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from actors.envs.grid import frozen_lake_map as maps
-from actors.envs.grid.cells import ARRIVED
 from actors.envs.grid.game import PLAYER, MapWalk
+from actors.envs.grid.squares import ARRIVED
 from actors.envs.tabular import exact_of, happening
 from evolver_async.env import Exact
 from evolver_async.schema import Task

@@ -11,7 +11,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
-from actors.envs.grid.cells import neighbours, rows_of
+from actors.envs.grid.squares import neighbours, rows_of
 from actors.envs.tabular import Outcome, Process, best_values, tabulate
 from evolver_async.randomness import key
 from evolver_async.splits import Split, split_of

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from actors.envs.base import Env
-from actors.envs.grid.cells import bearing, place, rows_of
+from actors.envs.grid.squares import bearing, place, rows_of
 from evolver_async.env import Info, Step
 from evolver_async.schema import Task
 from evolver_async.splits import Split, checked_split

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Literal, cast
 
 from actors.envs.grid import sokoban_level as levels
-from actors.envs.grid.cells import bearing, place
 from actors.envs.grid.game import GridGame
 from actors.envs.grid.sokoban_level import Room, State
+from actors.envs.grid.squares import bearing, place
 from actors.envs.tabular import Outcome, exact_of, tabulate
 from evolver_async.env import Exact
 from evolver_async.schema import Task

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Literal, NamedTuple
 
-from actors.envs.grid.cells import neighbours, rows_of
+from actors.envs.grid.squares import neighbours, rows_of
 from evolver_async.randomness import key
 from evolver_async.splits import Split, split_of
 

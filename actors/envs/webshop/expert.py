@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from actors.envs.webshop.catalogue import Catalogue, Goal, Product
 from actors.envs.webshop.pages import BUY, DETAILS, NEXT, PREVIOUS, PageState, button
-from actors.envs.webshop.reward import fits, plain_color, score
+from actors.envs.webshop.purchase_reward import fits, plain_color, score
 
 Action = tuple[str, str]  # search or click, and its words
 

@@ -14,9 +14,9 @@ from evolver_async.buffer.log import segment
 from evolver_async.buffer.log.journal import Location
 from evolver_async.buffer.log.quarantine import JournalError
 from evolver_async.buffer.state import records
-from evolver_async.protocol.bounded import WireError
-from evolver_async.protocol.trajectories import Parcel, unwrap
 from evolver_async.schema import Trajectory
+from evolver_async.wire.bounded import WireError
+from evolver_async.wire.trajectory_bytes import Parcel, unwrap
 
 ARCHIVE = "archive"
 MAPPED = 16  # segments at a time, as each keeps a file open

@@ -15,8 +15,8 @@ from evolver_async.buffer.state.groups import ZERO_SPREAD, GroupState, HeldGroup
 from evolver_async.buffer.state.leases import Leases
 from evolver_async.buffer.state.machine import BufferState
 from evolver_async.errors import Inconsistency
-from evolver_async.protocol.trajectories import Parcel, finish, unwrap
 from evolver_async.schema import Trajectory, WeightId
+from evolver_async.wire.trajectory_bytes import Parcel, finish, unwrap
 
 NO_BODY = Parcel(b"", 0)
 # of records that no buffer of this program has written

@@ -6,8 +6,8 @@ and name, with the last error of each. All memory is bounded, whatever is report
 
 import msgspec
 
-from evolver_async.protocol.failures import FailureTotal
 from evolver_async.terminal import plain
+from evolver_async.wire.failure_totals import FailureTotal
 
 MOST_KEPT = 32  # kinds and names; the one that failed longest ago is dropped
 # Totals of single processes. A living one's must not be forgotten: it would count once more.

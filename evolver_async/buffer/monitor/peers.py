@@ -10,8 +10,8 @@ from typing import Literal
 import msgspec
 
 from evolver_async.metrics.activity import ACTOR, GENERATIONS, HOST_CPU_SHARE, RUN_CPU_SHARE, TOTALS
-from evolver_async.protocol.messages import Beat
 from evolver_async.schema import WeightId
+from evolver_async.wire.messages import Beat
 
 WINDOW_S = 60.0
 GONE_S = 3600.0  # an actor may leave by disappearing; after this it is not missed any more

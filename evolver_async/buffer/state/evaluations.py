@@ -6,8 +6,8 @@ evaluation has sets of episodes: the deciding one, whose name is "", and those o
 
 import msgspec
 
-from evolver_async.protocol.evaluations import EvalResult, SetResult
 from evolver_async.schema import WeightId
+from evolver_async.wire.evaluation_results import EvalResult, SetResult
 
 DECIDING = ""  # name of the set whose success is eval/success
 SetSizes = dict[str, tuple[int, int]]  # tasks, and samples of each, by name of a set

@@ -17,8 +17,8 @@ from evolver_async.buffer.state.groups import (
 from evolver_async.buffer.state.guidance import GuidanceRecord
 from evolver_async.buffer.state.ledger import HELD, Amount, Ledger
 from evolver_async.buffer.state.replay import Replay
-from evolver_async.buffer.tasks.source import TaskSource
 from evolver_async.buffer.tasks.stream import TaskStream
+from evolver_async.buffer.tasks.task_source import TaskSource
 
 NOWHERE: Location = (0, 0, 0, 0)  # of a trajectory that is not kept
 

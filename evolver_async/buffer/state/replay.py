@@ -10,7 +10,7 @@ from operator import attrgetter
 
 from evolver_async.buffer.state.admission import Admission
 from evolver_async.buffer.state.groups import HeldGroup, Take
-from evolver_async.buffer.state.sampling import sampler_of
+from evolver_async.buffer.state.samplers import sampler_of
 from evolver_async.errors import Inconsistency
 from evolver_async.lineages import Fork
 from evolver_async.schema import SCRIPTED, WeightId

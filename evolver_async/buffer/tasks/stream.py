@@ -9,7 +9,7 @@ from typing import Literal
 import msgspec
 import numpy as np
 
-from evolver_async.buffer.tasks.source import TaskSource
+from evolver_async.buffer.tasks.task_source import TaskSource
 from evolver_async.errors import Inconsistency
 from evolver_async.randomness import key, uniform
 from evolver_async.schema import Task

@@ -7,15 +7,22 @@ sections that they concern. Nothing here touches files.
 from collections.abc import Iterator
 from itertools import chain
 
-from evolver_async.config.checks.addresses import buffer_address, no_sockets, weight_channel
-from evolver_async.config.checks.agentevolver import agent, guidance, mechanisms, reward
-from evolver_async.config.checks.learner import demonstrated, groups, learner
-from evolver_async.config.checks.processes import cluster, engine, gpus, policy, scaling, timeouts
-from evolver_async.config.checks.stages import eval_sets, limits, served_tools, stages, tasks
+from evolver_async.config.checks.address_checks import buffer_address, no_sockets, weight_channel
+from evolver_async.config.checks.agentevolver_checks import agent, guidance, mechanisms, reward
+from evolver_async.config.checks.learner_checks import demonstrated, groups, learner
+from evolver_async.config.checks.process_checks import (
+    cluster,
+    engine,
+    gpus,
+    policy,
+    scaling,
+    timeouts,
+)
+from evolver_async.config.checks.stage_checks import eval_sets, limits, served_tools, stages, tasks
 from evolver_async.config.effective.changes import effective
 from evolver_async.config.sections import Config
 from evolver_async.config.sections.run import SUPERVISED
-from evolver_async.config.values.errors import ConfigError
+from evolver_async.config.values.config_error import ConfigError
 from evolver_async.config.values.rules import check_fields
 
 

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_t
 
 import msgspec
 
-from evolver_async.config.values.errors import ConfigError
+from evolver_async.config.values.config_error import ConfigError
 
 T = TypeVar("T")
 PLAIN_BYTES = 32_768  # of free parameters: those of a task travel in the head of a message

@@ -17,7 +17,7 @@ from ray.exceptions import (  # pyright: ignore[reportMissingImports]
 
 from evolver_async.durations import utc
 from evolver_async.launch.ray_cluster.head import HeadService
-from evolver_async.launch.ray_cluster.host import Order
+from evolver_async.launch.ray_cluster.ray_host import Order
 
 POLL_S = 0.05
 PATIENCE_S = 10.0  # for a place in the cluster, until it is asked what is waited for

@@ -13,15 +13,20 @@ from ray._private.state import state  # pyright: ignore[reportMissingImports]
 
 from evolver_async.config import Config, ConfigError
 from evolver_async.config.secrets import looks_secret
-from evolver_async.config.sections.channel import channel, host_and_port, is_loopback, leaves_host
 from evolver_async.config.sections.system import NO_CLIENT
+from evolver_async.config.sections.weight_channel import (
+    channel,
+    host_and_port,
+    is_loopback,
+    leaves_host,
+)
 from evolver_async.errors import USER_ERROR
 from evolver_async.launch.ray_cluster.head import HeadService
 from evolver_async.launch.ray_cluster.spawner import RaySpawner
 from evolver_async.launch.supervisor import Supervisor
-from evolver_async.process.addresses import make_weights_dir
 from evolver_async.process.private_directories import PREFIX, Claim, claim, sweep
-from evolver_async.transport.addresses import EVERYWHERE
+from evolver_async.process.rendezvous import make_weights_dir
+from evolver_async.wire.addresses import EVERYWHERE
 
 AUTHENTICATION = (
     "if the cluster runs, its authentication may differ: `ray start --head` switches tokens on"

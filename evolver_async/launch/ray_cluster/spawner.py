@@ -16,12 +16,12 @@ from ray.util.scheduling_strategies import (  # pyright: ignore[reportMissingImp
 from evolver_async.config import Config
 from evolver_async.config.secrets import mentioned
 from evolver_async.config.sections.agentevolver import LLM_SECTIONS
-from evolver_async.config.sections.channel import host_and_port
+from evolver_async.config.sections.weight_channel import host_and_port
 from evolver_async.errors import UNPLACED
 from evolver_async.launch.child import Handle, Spawner, Unreachable
 from evolver_async.launch.ray_cluster.handle import RayHandle
 from evolver_async.launch.ray_cluster.head import PATIENCE_S, HeadService
-from evolver_async.launch.ray_cluster.host import Order, ProcessHost
+from evolver_async.launch.ray_cluster.ray_host import Order, ProcessHost
 
 CLIENT_KEYS = ("server.public", "client.secret")  # what a client needs of the run's keys
 NODE_LABEL = "ray.io/node-id"  # Ray sets it on every node

@@ -17,7 +17,7 @@ import numpy as np
 
 from evolver_async.process.processors import processors
 from evolver_async.schema import Array
-from evolver_async.weights.channel.layout import aligned, nbytes
+from evolver_async.weights.channel.byte_layout import aligned, nbytes
 
 BLOCK = 4096  # bytes that are summed before CRC32
 CHUNK = 1 << 20  # bytes of one piece of work; a multiple of BLOCK

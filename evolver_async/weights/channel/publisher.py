@@ -15,9 +15,9 @@ from torch import Tensor
 
 from evolver_async.room import await_room, lacks_room
 from evolver_async.schema import WeightId
-from evolver_async.weights.channel.layout import Layout
+from evolver_async.weights.channel.byte_layout import Layout
 from evolver_async.weights.channel.snapshot import WeightSnapshot
-from evolver_async.weights.channel.source import WeightSource, source_of
+from evolver_async.weights.channel.weight_source import WeightSource, source_of
 
 S = TypeVar("S", bound=WeightSnapshot)
 

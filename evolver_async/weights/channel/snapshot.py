@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from evolver_async.schema import Array, WeightId
+from evolver_async.weights.channel.byte_layout import Layout, nbytes
 from evolver_async.weights.channel.checksums import (
     checksums,
     chunks,
@@ -14,8 +15,7 @@ from evolver_async.weights.channel.checksums import (
     spread,
     sum_chunk,
 )
-from evolver_async.weights.channel.layout import Layout, nbytes
-from evolver_async.weights.channel.source import Part, WeightSource
+from evolver_async.weights.channel.weight_source import Part, WeightSource
 
 
 class WeightSnapshot:

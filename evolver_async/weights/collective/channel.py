@@ -18,8 +18,8 @@ from torch import Tensor
 
 from evolver_async.process.private_directories import claim
 from evolver_async.schema import WeightId
+from evolver_async.weights.channel.byte_layout import Layout
 from evolver_async.weights.channel.checksums import usual_threads
-from evolver_async.weights.channel.layout import Layout
 from evolver_async.weights.channel.publisher import StagedPublisher
 from evolver_async.weights.channel.snapshot import WeightSnapshot
 from evolver_async.weights.collective.event_log import ServedStore, connect

@@ -27,8 +27,8 @@ from typing import Any
 import msgspec
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
-from evolver_async.config.sections.channel import host_and_port
-from evolver_async.weights.channel.base import listen
+from evolver_async.config.sections.weight_channel import host_and_port
+from evolver_async.weights.channel.interface import listen
 
 FILE = "RENDEZVOUS"
 LOOPBACK = "127.0.0.1"

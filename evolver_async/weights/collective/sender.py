@@ -30,7 +30,7 @@ import msgspec
 from torch import Tensor
 
 from evolver_async.schema import WeightId
-from evolver_async.weights.channel.layout import aligned
+from evolver_async.weights.channel.byte_layout import aligned
 from evolver_async.weights.channel.snapshot import WeightSnapshot
 from evolver_async.weights.collective.event_log import OK, EventLog, ServedStore
 from evolver_async.weights.collective.presence import Connections, Member, apart

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from evolver_async.schema import Array, WeightId
-from evolver_async.weights.channel.base import WeightsGone
-from evolver_async.weights.channel.layout import views
+from evolver_async.weights.channel.byte_layout import views
+from evolver_async.weights.channel.interface import WeightsGone
 
 
 @dataclass(frozen=True)

@@ -40,8 +40,8 @@ from scripted_agents import (
 from transformers import Qwen3Config
 from transformers.models.auto import AutoModelForCausalLM
 
+from actors.endpoint import http_server as server_module
 from actors.endpoint import runner
-from actors.endpoint import server as server_module
 from actors.endpoint.chat_form import decode
 from actors.endpoint.group_judge import SYSTEM, GroupJudge, question
 from actors.endpoint.group_judge import parse as parse_scores
@@ -51,14 +51,14 @@ from actors.endpoint.runner import AgentRunner, JudgementMissing
 from actors.endpoint.shares import FIRST_CHARS, MARK, abridge, shares, shorten
 from actors.endpoint.template import Template
 from actors.endpoint.tools import ChatToolCall, assistant_text, canonical, parse
-from actors.engines.base import Generation, Request
+from actors.engines.engine import Generation, Request
 from actors.engines.torch_engine import TorchEngine
 from actors.envs.base import EnvironmentFailure
 from actors.formats.chat import Chat
-from actors.llm.client import Endpoint
-from actors.progress import TicketProgress, renewal
+from actors.llm.endpoint_client import Endpoint
 from actors.rollout.episode import EpisodeLate
 from actors.rollout.finished import Finished
+from actors.ticket_progress import TicketProgress, renewal
 from evolver_async.config import ConfigError, LlmConfig
 from evolver_async.config.load import load
 from evolver_async.model.policy import token_logprobs

@@ -15,10 +15,10 @@ from scripted_agents import ASK, CHAT, Scripted, setting, ticket
 
 from actors.endpoint import external
 from actors.endpoint.runner import AgentRunner
-from actors.engines.base import Engine
+from actors.engines.engine import Engine
 from actors.envs.base import EnvironmentFailure
-from actors.progress import TicketProgress, renewal
 from actors.rollout.finished import Finished
+from actors.ticket_progress import TicketProgress, renewal
 from evolver_async.cli import main
 from evolver_async.config import ConfigError
 from evolver_async.config.load import load

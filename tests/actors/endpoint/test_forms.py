@@ -20,7 +20,7 @@ from actors.endpoint import chat_form, messages_form, responses_form
 from actors.endpoint.recorder import Recorder
 from actors.endpoint.request import ChatMessage, RequestRefused
 from actors.endpoint.template import Template
-from actors.engines.base import Generation
+from actors.engines.engine import Generation
 from actors.formats.chat import Chat
 from evolver_async.schema import Role, TurnFlag
 
@@ -192,7 +192,7 @@ def test_keys_that_change_no_sampling_are_logged_once(caplog: pytest.LogCaptureF
             await ask(client, ASK, extra_body=keys)
         return 1.0
 
-    with caplog.at_level(logging.INFO, "actors.endpoint.server"):
+    with caplog.at_level(logging.INFO, "actors.endpoint.http_server"):
         assert run(player, Scripted("a", "b")).one.reward == 1.0
     told = [record.getMessage() for record in caplog.records if "no sampling" in record.message]
     assert len(told) == len(keys) and all(any(key in text for text in told) for key in keys)

@@ -23,8 +23,8 @@ from evolver_async.config import StageConfig
 from evolver_async.config.load import stage_config
 from evolver_async.model import policy
 from evolver_async.model.grammar import GrammarError, Grammars
-from evolver_async.protocol.trajectories import unwrap, wrap
 from evolver_async.schema import Group, Role, Task, Trajectory
+from evolver_async.wire.trajectory_bytes import unwrap, wrap
 from learner.data.batch import Batch
 from learner.data.collate import Internalise, collate, lag_table
 from learner.data.layout import Layout

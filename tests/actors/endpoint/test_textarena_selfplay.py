@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from scripted_agents import CHAT, Client, Ran, Scripted, run
 
+from actors.adapters.textarena_env import PLAYERS, TextArena
 from actors.checks.config import check
 from actors.endpoint.textarena_selfplay import play
-from actors.envs.adapters.textarena_env import PLAYERS, TextArena
 from actors.envs.base import make_env
 from evolver_async.config import ConfigError
 from evolver_async.config.load import load

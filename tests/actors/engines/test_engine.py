@@ -29,10 +29,10 @@ from transformers import (
 )
 from transformers.models.auto import AutoModelForCausalLM
 
-from actors.engines.base import Generation
 from actors.engines.decoding.fused import FusedDecoder
 from actors.engines.decoding.kv_slots import Slots
 from actors.engines.decoding.sampling import Draws, sample
+from actors.engines.engine import Generation
 from actors.engines.torch_engine import LEAST_TOKENS, TorchEngine
 from evolver_async.model.tiny import make_tokenizer
 

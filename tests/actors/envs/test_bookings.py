@@ -20,7 +20,7 @@ from actors.envs.base import (
     Tooled,
     make_env,
 )
-from actors.envs.bookings.env import Bookings
+from actors.envs.bookings.bookings_env import Bookings
 from actors.envs.bookings.services import (
     CONVENTIONS,
     OFFERS,

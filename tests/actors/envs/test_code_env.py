@@ -14,7 +14,7 @@ from rollouts import TOKENIZER, setting, ticket
 from actors.checks.config import check
 from actors.envs.base import EnvError, Probed, Rewindable, Solvable, Tooled, make_env
 from actors.envs.code.arithmetic import draw_product
-from actors.envs.code.env import TOOL, Code
+from actors.envs.code.code_env import TOOL, Code
 from actors.envs.code.problems import Problem, number, same
 from actors.envs.code.programs import RESULTS, STEPS, draw_program
 from actors.formats.tool_calls import Interleaved, ToolCall, canonical
@@ -265,7 +265,7 @@ def test_hidden_tests_cannot_be_talked_into_passing(cheat: str) -> None:
 def test_a_program_without_a_free_interpreter_is_a_tool_error_and_no_verdict(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("actors.sandbox.pool.WAIT_S", 0.1)
+    monkeypatch.setattr("actors.sandbox.interpreters.WAIT_S", 0.1)
     env = begun(kind="programs", workers=1, wall_s=9.0)
     interpreters = env._pool()._free
     taken = interpreters.get()
@@ -378,7 +378,7 @@ def test_a_machine_without_a_sandbox_is_refused_before_anything_starts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     check(load(None, RECIPE))
-    monkeypatch.setattr("actors.sandbox.pool.routes", lambda: ["bwrap"])
+    monkeypatch.setattr("actors.sandbox.interpreters.routes", lambda: ["bwrap"])
     monkeypatch.setattr("actors.sandbox.process.shutil.which", lambda name: "/nowhere/bwrap")
     with pytest.raises(ValueError, match=r"env\.name: code needs a sandbox: .*bubblewrap"):
         check(load(None, RECIPE))

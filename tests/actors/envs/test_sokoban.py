@@ -31,7 +31,7 @@ from actors.envs.grid.sokoban_level import (
     moves_to_solve,
 )
 from evolver_async.buffer.stages import source_of
-from evolver_async.buffer.tasks.source import held_out_task
+from evolver_async.buffer.tasks.task_source import held_out_task
 from evolver_async.config import Config, StageConfig
 from evolver_async.launch.creation import create
 from evolver_async.schema import Task

@@ -36,12 +36,12 @@ from actors.envs.webshop.catalogue import (
     price_limit,
     shipped,
 )
-from actors.envs.webshop.env import ToolShop, WebShop
 from actors.envs.webshop.expert import best_plan, fitting, queries
-from actors.envs.webshop.load import Files, loaded, stocked
+from actors.envs.webshop.official_files import Files, loaded, stocked
 from actors.envs.webshop.pages import BACK, BUY, NEXT, PREVIOUS
-from actors.envs.webshop.reward import COLORS, alike, kind_score, nouns, option_hits, score
+from actors.envs.webshop.purchase_reward import COLORS, alike, kind_score, nouns, option_hits, score
 from actors.envs.webshop.search import FullTextIndex, words_of
+from actors.envs.webshop.webshop_env import ToolShop, WebShop
 from actors.formats.tool_calls import ToolCall, canonical
 from evolver_async.schema import Task, TurnFlag
 

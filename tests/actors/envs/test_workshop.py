@@ -19,8 +19,8 @@ from actors.envs.base import (
     Tooled,
     make_env,
 )
-from actors.envs.workshop.env import ToolWorkshop, Workshop
 from actors.envs.workshop.items import ACTIONS, ATTRIBUTES, LEAST_ITEMS, MOST_NAMES, items_of
+from actors.envs.workshop.workshop_env import ToolWorkshop, Workshop
 from actors.formats.tool_calls import canonical
 from actors.judge.labels import by_progress
 from evolver_async.env import Info

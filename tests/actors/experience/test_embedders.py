@@ -24,19 +24,24 @@ from openai_server import (
 )
 
 from actors.checks.config import check
-from actors.experience import service as services
+from actors.experience import experience_service as services
 from actors.experience.embed import KEY
 from actors.experience.embedders import CountedEmbedder, EmbedFailed, load_embedder
 from actors.experience.embedding_endpoint import BATCH, EmbedderDown, EndpointEmbedder
-from actors.experience.service import CounterReporter, ExperienceService, build, open_pool
-from actors.failures import FailureCounts
-from actors.llm.client import Unavailable
+from actors.experience.experience_service import (
+    CounterReporter,
+    ExperienceService,
+    build,
+    open_pool,
+)
+from actors.failure_counts import FailureCounts
+from actors.llm.endpoint_client import Unavailable
 from actors.questioning.filters import KnownTasks
 from evolver_async.config import Config, ConfigError, EmbeddingConfig, ExperienceConfig, StageConfig
 from evolver_async.config.load import load
-from evolver_async.protocol import messages
-from evolver_async.protocol.messages import Counters
 from evolver_async.schema import Task
+from evolver_async.wire import messages
+from evolver_async.wire.messages import Counters
 
 WORDS = ("goal", "arm", "down", "left")
 ODD = "a text that cannot be embedded"

@@ -21,17 +21,17 @@ from hypothesis import strategies as st
 from actors.checks.config import check
 from actors.experience.contrast import contrast_items
 from actors.experience.embed import HashEmbedder, embed
+from actors.experience.experience_service import ExperienceService
 from actors.experience.pool import MAX_ALIKE, ExperiencePool, Item
-from actors.experience.service import ExperienceService
-from actors.experience.store import FILE, Store, copy_pool
+from actors.experience.pool_file import FILE, Store, copy_pool
 from actors.experience.templates import contrast
 from actors.formats.chat import Chat
 from actors.llm.quoting import MAX_CHARS, plain, quoted_lines
 from evolver_async.config import ConfigError, ExperienceConfig
 from evolver_async.config.load import load
 from evolver_async.model.tiny import make_tokenizer
-from evolver_async.protocol import messages
-from evolver_async.protocol.transcripts import Transcript
+from evolver_async.wire import messages
+from evolver_async.wire.transcripts import Transcript
 
 LIMITS = {"capacity": 1000, "per_source": 500, "retire_uses": 4, "retire_utility": 0.4}
 
@@ -434,7 +434,7 @@ import os, sys
 from pathlib import Path
 from actors.experience.embed import HashEmbedder
 from actors.experience.pool import Item, ExperiencePool
-from actors.experience.store import Store
+from actors.experience.pool_file import Store
 pool = ExperiencePool(Store(Path(sys.argv[1])), HashEmbedder(64), dedup=0.95, capacity=1000,
     per_source=1000, retire_uses=4, retire_utility=0.3)
 number = len(pool)

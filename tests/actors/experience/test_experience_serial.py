@@ -8,7 +8,7 @@ import pytest
 import torch
 from serial_runs import Finished, trainer
 
-from actors.experience.store import FILE
+from actors.experience.pool_file import FILE
 from actors.formats.chat import CLOSING, OPENING
 from evolver_async.cli import main
 

@@ -24,25 +24,25 @@ from virtual_time import virtually
 
 from actors.experience import guide as guides
 from actors.experience.contrast import contrast_items
+from actors.experience.experience_service import build
 from actors.experience.guide import ExperienceGuide, ServiceBackend, shortened
-from actors.experience.service import build
 from actors.experience.state_keys import state_key
 from actors.experience.templates import contrast
 from actors.llm.quoting import plain, quoted_lines
-from actors.rollout.policy import Advice
+from actors.rollout.episode_policy import Advice
 from evolver_async.cli import main
 from evolver_async.config import Config, ExperienceConfig, StageConfig
 from evolver_async.config.load import dump
 from evolver_async.launch.run_directory import announce, locked
-from evolver_async.process.addresses import experience_address
-from evolver_async.protocol import messages
-from evolver_async.protocol.envelope import Envelope, pack
-from evolver_async.protocol.transcripts import Turn
+from evolver_async.process.rendezvous import experience_address
 from evolver_async.schema import Task
-from evolver_async.transport.dealer import DealerClient
-from evolver_async.transport.in_process import LocalClient, LocalServer
-from evolver_async.transport.keys import make as make_keys
-from evolver_async.transport.server import Server
+from evolver_async.wire import messages
+from evolver_async.wire.dealer import DealerClient
+from evolver_async.wire.envelope import Envelope, pack
+from evolver_async.wire.in_process import LocalClient, LocalServer
+from evolver_async.wire.keys import make as make_keys
+from evolver_async.wire.server import Server
+from evolver_async.wire.transcripts import Turn
 
 QUERY = "walk to the goal"
 TASK = Task(task_id="lake/train/1", env="lake", split="train", map_seed=1)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from actors.experience import gpu_vectors
 from actors.experience import index as indexes
 from actors.experience.index import Near, VectorIndex
-from actors.experience.store import ExperienceEntry
+from actors.experience.pool_file import ExperienceEntry
 from actors.experience.vectors import VectorTable
 
 

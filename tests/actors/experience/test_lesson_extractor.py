@@ -24,8 +24,9 @@ from transformers import BertModel, T5Config, T5Model
 
 from actors.engines.embedder import PackageEmbedder, TransformerEmbedder
 from actors.envs.base import make_env
-from actors.experience import lesson_extractor, prompts
+from actors.experience import lesson_extractor, lesson_prompts
 from actors.experience.embedders import DEDUP_NEURAL, load_embedder
+from actors.experience.experience_service import EMPTY, ExperienceService, build, open_pool
 from actors.experience.lesson_extractor import (
     LessonExtractor,
     parse_lessons,
@@ -33,13 +34,12 @@ from actors.experience.lesson_extractor import (
     parse_text,
 )
 from actors.experience.pool import Item
-from actors.experience.service import EMPTY, ExperienceService, build, open_pool
-from actors.llm.client import Endpoint
+from actors.llm.endpoint_client import Endpoint
 from evolver_async.config import Config, ExperienceConfig, LlmConfig
 from evolver_async.config.load import load
 from evolver_async.model.tiny import make_tokenizer
-from evolver_async.protocol import messages
 from evolver_async.schema import Task
+from evolver_async.wire import messages
 
 DEADLINE_S = 30.0
 ROOT = Path(__file__).parents[3]
@@ -63,12 +63,17 @@ def lesson(number: int, when: str = TASK) -> dict[str, str]:
 def proper(body: dict[str, Any]) -> str:
     """What a good model would answer, whatever the order of the questions."""
     asked = body["messages"][1]["content"]
-    if asked.startswith(prompts.VALIDATION[:20]):
+    if asked.startswith(lesson_prompts.VALIDATION[:20]):
         lessons = json.loads(asked[asked.index("\n\n") :])["lessons"]
         return json.dumps([0.9 if "lesson 1" in text else 0.2 for text in lessons])
-    if asked.startswith(prompts.REWRITE[:20]):
+    if asked.startswith(lesson_prompts.REWRITE[:20]):
         return json.dumps(["one text\n for all"])
-    kinds = (prompts.SUCCESS, prompts.FAILURE, prompts.COMPARISON, prompts.ELSEWHERE)
+    kinds = (
+        lesson_prompts.SUCCESS,
+        lesson_prompts.FAILURE,
+        lesson_prompts.COMPARISON,
+        lesson_prompts.ELSEWHERE,
+    )
     number = next(n for n, kind in enumerate(kinds) if asked.startswith(kind))
     return f"```json\n{json.dumps([lesson(number), lesson(number + 10)])}\n```"
 
@@ -130,7 +135,7 @@ def test_an_episode_that_teaches_nothing_is_left_out(
 ) -> None:
     def vetting(body: dict[str, Any]) -> str:
         asked = body["messages"][1]["content"]
-        if not asked.startswith(prompts.VETTING[:20]):
+        if not asked.startswith(lesson_prompts.VETTING[:20]):
             return proper(body)
         episodes = json.loads(asked[asked.index("\n\n") :])["episodes"]
         fit = {"on_task": True, "repeats": False, "invents": False}
@@ -141,7 +146,9 @@ def test_an_episode_that_teaches_nothing_is_left_out(
         service.handle("actor-0", contribution(WON, LOST, query=TASK), 0.0)
         counted = settle(service)
     asked = [call.body["messages"][1]["content"] for call in server.calls]
-    assert len(asked) == 3 and asked[1].startswith(prompts.FAILURE), "the success taught nothing"
+    assert len(asked) == 3 and asked[1].startswith(lesson_prompts.FAILURE), (
+        "the success taught nothing"
+    )
     assert counted["experience/unfit"] == 1 and counted["experience/rejected"] == 0
 
 
@@ -149,7 +156,7 @@ def test_all_episodes_teach_where_the_verdicts_cannot_be_read(
     make: Callable[..., ExperienceService],
 ) -> None:
     def unread(body: dict[str, Any]) -> str:
-        vets = body["messages"][1]["content"].startswith(prompts.VETTING[:20])
+        vets = body["messages"][1]["content"].startswith(lesson_prompts.VETTING[:20])
         return json.dumps([{"on_task": True}]) if vets else proper(body)
 
     with OpenAIServer(otherwise=unread) as server:
@@ -231,7 +238,7 @@ def test_a_group_that_only_failed_is_asked_about_failure_alone(
         service = make(server)
         service.handle("actor-0", contribution(LOST, query=TASK), 0.0)
         settle(service)
-    assert [prompt.startswith(prompts.FAILURE) for prompt in server.prompts] == [True, False]
+    assert [prompt.startswith(lesson_prompts.FAILURE) for prompt in server.prompts] == [True, False]
 
 
 def test_a_group_that_only_failed_is_compared_with_a_success_in_a_similar_task(
@@ -246,10 +253,10 @@ def test_a_group_that_only_failed_is_compared_with_a_success_in_a_similar_task(
         service.handle("actor-0", contribution(LOST, query=f"{TASK} now"), 0.0)
         counted = settle(service)
     # the two questions about lessons are asked at the same time
-    asked = [one for one in server.prompts if not one.startswith(prompts.FAILURE)]
+    asked = [one for one in server.prompts if not one.startswith(lesson_prompts.FAILURE)]
     assert len(asked) == len(server.prompts) - 1
-    elsewhere, rating = sorted(asked, key=lambda one: not one.startswith(prompts.ELSEWHERE))
-    assert elsewhere.startswith(prompts.ELSEWHERE)
+    elsewhere, rating = sorted(asked, key=lambda one: not one.startswith(lesson_prompts.ELSEWHERE))
+    assert elsewhere.startswith(lesson_prompts.ELSEWHERE)
     for prompt in (elsewhere, rating):
         shown = json.loads(prompt[prompt.index("\n\n") :])["episodes"]
         assert [one["solved"] for one in shown] == [True, False]
@@ -319,7 +326,7 @@ def test_lessons_that_nobody_rates_are_not_kept(
     make: Callable[..., ExperienceService], scores: str
 ) -> None:
     def answer(body: dict[str, Any]) -> str:
-        rating = body["messages"][1]["content"].startswith(prompts.VALIDATION[:20])
+        rating = body["messages"][1]["content"].startswith(lesson_prompts.VALIDATION[:20])
         return scores if rating else proper(body)
 
     with OpenAIServer(otherwise=answer) as server:
@@ -363,7 +370,7 @@ def test_entries_are_rewritten_once_and_until_then_nobody_waits_long(
     asked_once = threading.Event()
 
     def answer(body: dict[str, Any]) -> str:
-        if body["messages"][-1]["content"].startswith(prompts.REWRITE[:20]):
+        if body["messages"][-1]["content"].startswith(lesson_prompts.REWRITE[:20]):
             assert asked_once.wait(DEADLINE_S)
         return proper(body)
 
@@ -378,7 +385,7 @@ def test_entries_are_rewritten_once_and_until_then_nobody_waits_long(
             time.sleep(0.01)
         assert found == ["one text for all"]
         assert service.counters()["experience/retrievals"] == 1, "however often it was repeated"
-        assert sum(p.startswith(prompts.REWRITE[:20]) for p in server.prompts) == 1
+        assert sum(p.startswith(lesson_prompts.REWRITE[:20]) for p in server.prompts) == 1
 
 
 def test_entries_are_given_as_they_are_where_rewording_hangs_or_fails(
@@ -387,7 +394,7 @@ def test_entries_are_given_as_they_are_where_rewording_hangs_or_fails(
     answers: list[Answer] = [openai.silence()]
 
     def answer(body: dict[str, Any]) -> str | openai.Reply:
-        rewriting = body["messages"][-1]["content"].startswith(prompts.REWRITE[:20])
+        rewriting = body["messages"][-1]["content"].startswith(lesson_prompts.REWRITE[:20])
         return answers[0] if rewriting else proper(body)  # pyright: ignore[reportReturnType]
 
     with OpenAIServer(otherwise=answer) as server:
@@ -411,7 +418,7 @@ def test_entries_are_given_as_they_are_where_rewording_hangs_or_fails(
 
 def all_but_rewritings(body: dict[str, Any]) -> str | openai.Reply:
     """A rewriting is never answered."""
-    rewriting = body["messages"][-1]["content"].startswith(prompts.REWRITE[:20])
+    rewriting = body["messages"][-1]["content"].startswith(lesson_prompts.REWRITE[:20])
     return openai.silence() if rewriting else proper(body)
 
 

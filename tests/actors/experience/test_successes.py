@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 from actors.experience import successes
 from actors.experience.contrast import contrast_items, departures
 from actors.experience.embed import HashEmbedder
+from actors.experience.experience_service import ExperienceService, open_pool
 from actors.experience.pool import ExperiencePool
-from actors.experience.service import ExperienceService, open_pool
-from actors.experience.store import FILE, Store
+from actors.experience.pool_file import FILE, Store
 from actors.experience.successes import EPISODES, SolvedGroup, SuccessMemory
 from actors.experience.templates import contrast
 from evolver_async.config import ExperienceConfig
-from evolver_async.protocol import messages
-from evolver_async.protocol.transcripts import Transcript
+from evolver_async.wire import messages
+from evolver_async.wire.transcripts import Transcript
 
 TASK = "walk over the ice to the goal"
 OTHER = "pull the better of two arms"

@@ -11,7 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from transformers.utils import chat_template_utils
 
-from actors.engines.base import Generation
+from actors.engines.engine import Generation
 from actors.formats.chat import USER, Chat, Stream
 from evolver_async.model.tiny import make_tokenizer as make_tiny_tokenizer
 from evolver_async.model.tokenizer import GENERATION, ModelError, load_tokenizer, tokenizer_hash

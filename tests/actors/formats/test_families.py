@@ -26,7 +26,7 @@ from actors.endpoint.tools import (
     instructions,
     tool_responses,
 )
-from actors.engines.base import Generation
+from actors.engines.engine import Generation
 from actors.formats.chat import TODAY, Chat
 from evolver_async.schema import Role, WeightId
 

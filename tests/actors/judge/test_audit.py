@@ -17,10 +17,10 @@ from actors.judge.judge import Judge, JudgedEpisode, ModelJudge
 from actors.judge.labels import BAD, GOOD, UNLABELLED
 from actors.judge.probes import MOST_IDLE, PRAISES, idled, idled_scores, praised
 from actors.judge.prompt import SYSTEM, question
-from actors.llm.client import Endpoint
+from actors.llm.endpoint_client import Endpoint
 from evolver_async.config import Config, ablation
 from evolver_async.config.load import load
-from evolver_async.protocol.transcripts import Turn
+from evolver_async.wire.transcripts import Turn
 
 SAW = re.compile(r"^Step \d+ (saw|did): (.*)$", re.MULTILINE)
 turns_of_any_kind = st.lists(

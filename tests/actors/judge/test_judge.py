@@ -31,20 +31,20 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from virtual_time import pass_time
 
 from actors.checks.config import check
-from actors.engines.base import Engine, Request
+from actors.engines.engine import Engine, Request
 from actors.engines.torch_engine import TorchEngine
 from actors.envs.grid.frozen_lake import FrozenLake
 from actors.formats.chat import Chat
 from actors.judge import judge
-from actors.judge.factory import make_judge
+from actors.judge.configured_judge import make_judge
 from actors.judge.judge import REASONS, Judge, JudgedEpisode, RuleJudge
 from actors.judge.labels import BAD, GOOD, UnreadableLabels, by_progress, parse
 from actors.judge.prompt import SYSTEM, question
-from actors.llm import client
+from actors.llm import endpoint_client
 from evolver_async.config import Config, ConfigError
 from evolver_async.config.load import load
-from evolver_async.protocol.transcripts import Turn
 from evolver_async.schema import Task, WeightId
+from evolver_async.wire.transcripts import Turn
 
 TOKENIZER = make_tokenizer()
 CHAT = Chat(TOKENIZER)
@@ -104,7 +104,7 @@ def judged(config: Config, *episodes: JudgedEpisode, engine: Engine | None = Non
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client, "PAUSE_S", 0.002)
+    monkeypatch.setattr(endpoint_client, "PAUSE_S", 0.002)
 
 
 LABELS = st.lists(st.sampled_from([GOOD, BAD]), min_size=1, max_size=30)

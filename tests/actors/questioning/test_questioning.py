@@ -33,17 +33,16 @@ from actors.engines.embedder import TransformerEmbedder
 from actors.envs.base import make_env
 from actors.envs.grid.frozen_lake import FrozenLake
 from actors.experience.embed import HashEmbedder
-from actors.failures import FailureCounts
-from actors.llm.client import Endpoint, Unavailable
-from actors.progress import TicketProgress
+from actors.failure_counts import FailureCounts
+from actors.llm.endpoint_client import Endpoint, Unavailable
 from actors.questioning import filters
+from actors.questioning.action_replay import ReplayedEpisode, replay
 from actors.questioning.actions import ActionForm
 from actors.questioning.explore import exploring, unbound
 from actors.questioning.filters import KnownTasks, feasible, jaccard
 from actors.questioning.grade import Grade, parse_grade, regrade, repetitive
 from actors.questioning.profile import described, load_profile
 from actors.questioning.questioner import Questioner, make_questioner
-from actors.questioning.replay import ReplayedEpisode, replay
 from actors.questioning.synthesize import (
     Candidate,
     Exploration,
@@ -54,13 +53,14 @@ from actors.questioning.synthesize import (
 )
 from actors.rollout.episode_config import setting_of
 from actors.rollout.finished import Finished
+from actors.ticket_progress import TicketProgress
 from evolver_async.config import ConfigError, LlmConfig, QuestioningConfig
 from evolver_async.config.paths import check_paths
 from evolver_async.env import Info, Step
 from evolver_async.launch.serial import VirtualLoop
-from evolver_async.protocol.transcripts import Turn
 from evolver_async.randomness import key
 from evolver_async.schema import Task, Trajectory
+from evolver_async.wire.transcripts import Turn
 
 TEXTS = ActionForm()
 ROOT = Path(__file__).parents[3]

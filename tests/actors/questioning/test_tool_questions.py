@@ -30,7 +30,6 @@ from actors.formats.chat import Chat
 from actors.formats.tool_calls import ANSWER_TOOL, CODE_TOOL, canonical, tool_spec
 from actors.formats.turns import turn_format
 from actors.llm.json_client import QUESTION_CHARS, TEXT_CHARS, truncate
-from actors.progress import TicketProgress
 from actors.questioning.actions import ActionForm
 from actors.questioning.explore import parse_choice, turn_of
 from actors.questioning.grade import regrade
@@ -39,6 +38,7 @@ from actors.questioning.questioner import make_questioner
 from actors.rollout.episode_config import setting_of
 from actors.rollout.finished import Finished
 from actors.rollout.group import run_group
+from actors.ticket_progress import TicketProgress
 from evolver_async.config import Config, ablation
 from evolver_async.config.load import load, stage_config
 from evolver_async.schema import Task, Trajectory

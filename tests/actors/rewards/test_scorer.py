@@ -12,14 +12,14 @@ from openai_server import OpenAIServer, answer, closed_url, status
 from rollouts import setting
 
 from actors.rewards.facts import Unscorable, facts_of
-from actors.rewards.own import arguments_of, load_function
+from actors.rewards.own_rewards import arguments_of, load_function
 from actors.rewards.scorer import RewardScorer, check_terms
 from actors.rollout.finished import Finished
 from evolver_async.config import Config, ConfigError
 from evolver_async.config.load import load
 from evolver_async.launch.serial import VirtualLoop
-from evolver_async.protocol.transcripts import Transcript, Turn
 from evolver_async.schema import Role, Sequence, Task, Trajectory, TurnFlag, VersionRun, WeightId
+from evolver_async.wire.transcripts import Transcript, Turn
 
 ROW = {"question": "What is 72 + 25?", "answer": "97", "level": "hard", "prompt": "dropped"}
 PROMPT = [{"role": "user", "content": "What is 72 + 25?"}]

@@ -29,14 +29,14 @@ from rollouts import (
 )
 from stripping import stripped
 
-from actors.checks import prompts
+from actors.checks import prompt_checks
 from actors.checks.config import check
-from actors.envs.results import checked_tools
+from actors.envs.return_checks import checked_tools
 from actors.formats.tool_calls import canonical
-from actors.progress import TicketProgress
 from actors.rollout.episode_config import setting_of
 from actors.rollout.finished import Finished
-from actors.scripted.expert import demonstrate_group
+from actors.scripted.demonstrations import demonstrate_group
+from actors.ticket_progress import TicketProgress
 from evolver_async.config import ConfigError
 from evolver_async.config.load import load
 from evolver_async.schema import Role, Sampling, TurnFlag
@@ -297,7 +297,9 @@ def test_tools_make_a_format_possible() -> None:
 def test_the_tools_of_a_task_decide_what_it_can_be_played_in(format: str) -> None:
     config = load(None, [*BANDIT, "env.name=abacus:Varied", f"rollout.format={format}"])
     check(config)
-    first = partial(prompts._check_first, config, setting_of(config, CHAT, "", 0), reflects=False)
+    first = partial(
+        prompt_checks._check_first, config, setting_of(config, CHAT, "", 0), reflects=False
+    )
     even, odd = (ticket({}, group_id=number, env="abacus:Varied").task for number in range(2))
     assert first(even) > 0
     if format == "tool_call":

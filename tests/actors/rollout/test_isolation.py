@@ -6,12 +6,12 @@ import pytest
 import selfish
 from rollouts import RIGHT, Corridor, FakeEngine, corridor, roll_out, say, setting
 
-from actors.checks.threads import check_threads
+from actors.checks.thread_trial import check_threads
 from actors.envs.base import EnvironmentFailure, Solvable, Tooled
 from actors.envs.env_process import EnvProcesses, make_remote
-from actors.progress import TicketProgress
 from actors.rollout.environment import IdleEnvironments, TimedEnvironment
 from actors.rollout.episode_config import Setting
+from actors.ticket_progress import TicketProgress
 from evolver_async.config import ConfigError
 from evolver_async.config.load import from_dict
 

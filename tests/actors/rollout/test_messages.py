@@ -23,13 +23,13 @@ from rollouts import (
 from stripping import stripped
 
 from actors.envs.base import EnvironmentFailure, begun, make_env
-from actors.envs.prompts import Prompts
-from actors.envs.results import checked_opening
+from actors.envs.return_checks import checked_opening
+from actors.envs.row_prompts import Prompts
 from actors.export_manual import beginning, template_of
 from actors.formats.turns import WholeMessage
-from actors.progress import TicketProgress
-from actors.questioning.replay import replay
+from actors.questioning.action_replay import replay
 from actors.rollout.conversation import first_prompt, system_message
+from actors.ticket_progress import TicketProgress
 from evolver_async.env import Info, Step
 from evolver_async.schema import Role, Task, Ticket, TurnFlag
 

@@ -9,9 +9,9 @@ from chatml import TEMPLATE, make_tokenizer
 from families import family_tokenizer
 from rollouts import CHAT, Corridor, setting, ticket
 
-from actors.checks import prompts
+from actors.checks import prompt_checks
 from actors.envs.base import Described, Solvable, make_env
-from actors.envs.results import checked_opening
+from actors.envs.return_checks import checked_opening
 from actors.formats.chat import Chat
 from actors.formats.tool_calls import Interleaved, ToolCall
 from actors.rollout.conversation import first_prompt, system_message, tools_of
@@ -23,7 +23,7 @@ from actors.rollout.episode_config import (
     wording_of,
 )
 from evolver_async.config.load import load, stage_config
-from evolver_async.config.values.errors import ConfigError
+from evolver_async.config.values.config_error import ConfigError
 from evolver_async.env import Step
 from evolver_async.schema import Task
 
@@ -119,7 +119,7 @@ def test_the_size_of_the_vocabulary_decides_where_nobody_does() -> None:
 def test_the_check_before_a_run_measures_the_prompt_that_the_run_will_use() -> None:
     def check(*changes: str) -> None:
         config = load(None, [STEPS, *changes])
-        prompts._check_first(config, setting_of(config, CHAT, "", 0), task, False)
+        prompt_checks._check_first(config, setting_of(config, CHAT, "", 0), task, False)
 
     task, env = ticket().task, make_env("frozen_lake", {})
     seen = checked_opening(env.reset(task, 0))
@@ -229,7 +229,7 @@ def test_a_demonstration_that_its_format_cannot_read_is_refused(
     keys = [f"env.name={__name__}:Compared", f"policy.path={tmp_path}", "policy.max_length=512"]
     config = load(None, [f"stages=[{stage}]", *keys, "rollout.max_tokens=200", *changes])
     if not shown:
-        prompts.check(config)
+        prompt_checks.check(config)
         return
     with pytest.raises(ConfigError, match=rf"^rollout\.format: (chat|think_answer) .*{shown}"):
-        prompts.check(config)
+        prompt_checks.check(config)

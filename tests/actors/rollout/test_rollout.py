@@ -35,21 +35,21 @@ from rollouts import (
 from stripping import stripped
 from virtual_time import virtually
 
-from actors.engines.base import Generation, Request
+from actors.engines.engine import Generation, Request
 from actors.envs.base import EnvironmentFailure
-from actors.progress import TicketProgress
 from actors.rollout import environment
 from actors.rollout.environment import TimedEnvironment, abandoned_closed
 from actors.rollout.episode import EpisodeLate
 from actors.rollout.episode_config import setting_of
 from actors.rollout.finished import Finished
 from actors.rollout.group import run_group, run_members
-from actors.scripted.expert import demonstrate_group
+from actors.scripted.demonstrations import demonstrate_group
+from actors.ticket_progress import TicketProgress
 from evolver_async.config.load import load
 from evolver_async.env import Info, Step
-from evolver_async.protocol.trajectories import unwrap, wrap
-from evolver_async.protocol.transcripts import Turn
 from evolver_async.schema import Kind, Role, Task, Trajectory, TurnFlag
+from evolver_async.wire.trajectory_bytes import unwrap, wrap
+from evolver_async.wire.transcripts import Turn
 
 END = TOKENIZER.convert_tokens_to_ids("<|im_end|>")
 

@@ -19,7 +19,7 @@ from launches import DEADLINE_S, fair_time, wait_for
 
 from actors.sandbox import process as cell
 from actors.sandbox import seccomp
-from actors.sandbox.pool import SandboxPool, routes, shared
+from actors.sandbox.interpreters import SandboxPool, routes, shared
 from actors.sandbox.process import (
     ConfinedInterpreter,
     InterpreterConfig,
@@ -192,7 +192,7 @@ def test_an_interpreter_that_is_killed_costs_one_program() -> None:
 
 def test_nobody_is_left_when_the_owner_is_killed() -> None:
     script = (
-        "from actors.sandbox.pool import SandboxLimits, SandboxPool\n"
+        "from actors.sandbox.interpreters import SandboxLimits, SandboxPool\n"
         "pool = SandboxPool(SandboxLimits(wall_s=60, cpu_s=60), size=1)\n"
         "pool.start()\nprint('up', flush=True)\n"
         "pool.run('while True: pass')"
@@ -334,7 +334,7 @@ def test_where_nothing_works_it_says_what_is_missing() -> None:
 def test_a_container_that_forbids_namespaces_is_refused() -> None:
     script = (
         "import ctypes, struct\nfrom actors.sandbox import seccomp\n"
-        "from actors.sandbox.pool import SandboxPool\nprogram = seccomp.program()\n"
+        "from actors.sandbox.interpreters import SandboxPool\nprogram = seccomp.program()\n"
         "libc, held = ctypes.CDLL(None), ctypes.create_string_buffer(program, len(program))\n"
         "filter = struct.pack('@HP', len(program) // 8, ctypes.addressof(held))\n"
         "assert libc.prctl(38, 1, 0, 0, 0) == 0 == libc.prctl(22, 2, filter, 0, 0)\n"

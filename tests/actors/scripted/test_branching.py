@@ -18,11 +18,11 @@ from actors.checks.config import check
 from actors.envs.base import Env, EnvironmentFailure, Rewindable, make_env
 from actors.formats.chat import Chat
 from actors.formats.tool_calls import ToolCall
-from actors.progress import TicketProgress
 from actors.rollout.episode_config import Setting
 from actors.rollout.finished import Finished
 from actors.scripted.branching import BranchState, TriedTurn, branch_group, reflect_rows, try_turns
 from actors.scripted.reflection import Reflector
+from actors.ticket_progress import TicketProgress
 from evolver_async.config import LlmConfig, ReflectionConfig, StageConfig
 from evolver_async.config.load import load
 from evolver_async.env import Info, Step
@@ -239,10 +239,10 @@ def test_a_reflection_is_cut_to_the_tokens_of_a_turn_or_refused():
         "rollout={think: true, max_tokens: 12}",
         "stages=[{kind: reflect, steps: 1}]",
     ]
-    from actors.checks import prompts
+    from actors.checks import prompt_checks
 
     with pytest.raises(ValueError, match=r"^rollout\.max_tokens: 12 is too small for a turn with"):
-        prompts._check_first(
+        prompt_checks._check_first(
             load(None, config), setting(think=True), ticket({"size": 3}).task, True
         )
 

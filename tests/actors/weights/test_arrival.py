@@ -10,7 +10,7 @@ from torch import Tensor
 
 from actors.engines.torch_engine import TorchEngine
 from actors.engines.weight_sync import WeightSync
-from actors.failures import FailureCounts
+from actors.failure_counts import FailureCounts
 from actors.weights.arrival import ArrivalCheck, EngineLost
 from actors.weights.source import FetchedWeights
 from evolver_async.config import ActorsConfig

@@ -15,9 +15,9 @@ from actors.weights import vllm_channel
 from actors.weights.vllm_channel import StagingThread, WorkerChannel, WorkerStates
 from evolver_async.model.policy import ModelError
 from evolver_async.schema import WeightId
-from evolver_async.weights.channel.base import Publisher, WeightsCorrupt, WeightsGone
+from evolver_async.weights.channel.interface import Publisher, WeightsCorrupt, WeightsGone
 from evolver_async.weights.collective.channel import CollectivePublisher
-from evolver_async.weights.factory import ReceiverSettings
+from evolver_async.weights.ends import ReceiverSettings
 from evolver_async.weights.probe import Probe, add
 from evolver_async.weights.shm import ShmPublisher
 

@@ -25,14 +25,14 @@ from transformers import GenerationConfig, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 from trl_settings import ON_CPU, rewards
 
-from actors.engines.base import Generation, Request
+from actors.engines.engine import Generation, Request
 from actors.formats.chat import Chat
-from actors.progress import TicketProgress
 from actors.rollout.episode_config import Setting, setting_of
 from actors.rollout.finished import Finished
 from actors.rollout.group import run_group
+from actors.ticket_progress import TicketProgress
 from evolver_async.buffer.stages import source_of
-from evolver_async.buffer.tasks.source import held_out_task
+from evolver_async.buffer.tasks.task_source import held_out_task
 from evolver_async.config import Config
 from evolver_async.config.load import load, stage_config
 from evolver_async.model.tokenizer import load_tokenizer

@@ -10,9 +10,9 @@ from msgspec.structs import replace
 
 from evolver_async.buffer.monitor.peers import Activity
 from evolver_async.buffer.state.censoring import MEASURED, REPEAT_S, Censoring, GroupChange, Sums
-from evolver_async.protocol import messages
-from evolver_async.protocol.envelope import SCHEMA_HASH
 from evolver_async.schema import Ticket
+from evolver_async.wire import messages
+from evolver_async.wire.envelope import SCHEMA_HASH
 
 
 def episodes(count: int, *, tokens: int = 10, seconds: float = 1.0, success: bool = True) -> Sums:

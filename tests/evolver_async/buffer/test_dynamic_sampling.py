@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from evolver_async.buffer.state import records
 from evolver_async.buffer.state.groups import ArrivedMember, HeldGroup
 from evolver_async.config import Config, SelectionConfig
-from evolver_async.protocol import messages
 from evolver_async.schema import Player, Task, Ticket
+from evolver_async.wire import messages
 
 B, REFILLS = 2, 3
 

@@ -10,14 +10,14 @@ from buffer_world import World, config, trajectory
 from evolver_async.buffer.arrivals import own_numbers
 from evolver_async.buffer.stages import eval_sets_of, source_of
 from evolver_async.buffer.state.evaluations import EvaluationQueue, SetEpisode
-from evolver_async.buffer.tasks.source import held_out_task
+from evolver_async.buffer.tasks.task_source import held_out_task
 from evolver_async.config import Config, ConfigError
 from evolver_async.config.load import load
 from evolver_async.config.sections.run import FINAL_SET, EvalSetConfig, EvalSetEnvConfig
 from evolver_async.metrics.families import evaluated
-from evolver_async.protocol import messages
-from evolver_async.protocol.evaluations import EvalResult, SetResult
 from evolver_async.schema import Player, Ticket, WeightId
+from evolver_async.wire import messages
+from evolver_async.wire.evaluation_results import EvalResult, SetResult
 
 SETS = {
     "ood": EvalSetConfig(env=EvalSetEnvConfig(params={"size": 5}), tasks=3),

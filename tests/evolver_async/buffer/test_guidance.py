@@ -20,8 +20,8 @@ from evolver_async.buffer.state.guidance import (
     GuidanceRule,
 )
 from evolver_async.buffer.tickets import guided_members
-from evolver_async.protocol import messages
 from evolver_async.schema import Task, Ticket
+from evolver_async.wire import messages
 
 SIZE = 4
 

@@ -10,8 +10,8 @@ from evolver_async.buffer.log import reader as reader_module
 from evolver_async.buffer.log.quarantine import JournalError
 from evolver_async.buffer.log.reader import JournalReader
 from evolver_async.buffer.state import records
-from evolver_async.protocol.messages import Kept
-from evolver_async.results.final_ledger import final_ledger
+from evolver_async.runs.results.final_ledger import final_ledger
+from evolver_async.wire.messages import Kept
 
 
 def contents(directory: Path) -> dict[str, bytes]:

@@ -14,9 +14,10 @@ from evolver_async.buffer.monitor.peers import GONE_S, METRICS, NAME_CHARS, WIND
 from evolver_async.metrics.alerts import ALERTS
 from evolver_async.metrics.gauges import ACTORS_PER_S, PERIOD_S, SYSTEM
 from evolver_async.metrics.tail import Tail
-from evolver_async.protocol.envelope import SCHEMA_HASH, Envelope, pack, unpack
-from evolver_async.protocol.failures import FailureTotal
-from evolver_async.protocol.messages import (
+from evolver_async.runs.watch.status_text import status_lines, waits_of
+from evolver_async.wire.envelope import SCHEMA_HASH, Envelope, pack, unpack
+from evolver_async.wire.failure_totals import FailureTotal
+from evolver_async.wire.messages import (
     Ack,
     Beat,
     Counters,
@@ -32,8 +33,7 @@ from evolver_async.protocol.messages import (
     StatusReply,
     StatusRequest,
 )
-from evolver_async.transport.router import RequestRouter
-from evolver_async.watch.status import status_lines, waits_of
+from evolver_async.wire.router import RequestRouter
 
 
 def test_who_has_no_part_in_the_run_is_forgotten_after_a_minute(tmp_path):

@@ -21,12 +21,12 @@ from published import whole_tensors
 from evolver_async.buffer.log.quarantine import JournalError
 from evolver_async.buffer.log.segment import COMMIT, END
 from evolver_async.buffer.service import BufferService
-from evolver_async.checkpoint.directory import CheckpointError
+from evolver_async.checkpoint.checkpoints import CheckpointError
 from evolver_async.config import CheckpointConfig, CorrectionConfig, StageConfig
-from evolver_async.protocol import messages
 from evolver_async.schema import Group, WeightId
 from evolver_async.weights import probe
-from evolver_async.weights.channel.source import WeightSource
+from evolver_async.weights.channel.weight_source import WeightSource
+from evolver_async.wire import messages
 from learner.train import Learner
 
 STEPS, EVERY = 11, 5  # takes of a run, takes between checkpoints

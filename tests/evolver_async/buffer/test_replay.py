@@ -23,8 +23,8 @@ from evolver_async.buffer.state.records import Granted
 from evolver_async.buffer.state.replay import SAME, Replay
 from evolver_async.config import QuestioningConfig
 from evolver_async.lineages import version_lag
-from evolver_async.protocol import messages
 from evolver_async.schema import Task, Ticket, WeightId
+from evolver_async.wire import messages
 
 SHM = Path("/dev/shm")
 

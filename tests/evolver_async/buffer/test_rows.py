@@ -19,20 +19,20 @@ from hypothesis import strategies as st
 
 from actors.checks.config import check
 from evolver_async.buffer.stages import evaluation_digest, source_of
-from evolver_async.buffer.tasks import files, tables
-from evolver_async.buffer.tasks.files import rows_of
+from evolver_async.buffer.tasks import row_files, row_tables
+from evolver_async.buffer.tasks.row_files import rows_of
 from evolver_async.buffer.tasks.rows import ROW_BYTES, given_tasks
-from evolver_async.buffer.tasks.source import MixturePart, TaskSource, held_out_task
 from evolver_async.buffer.tasks.stream import Cursor, TaskStream
+from evolver_async.buffer.tasks.task_source import MixturePart, TaskSource, held_out_task
 from evolver_async.buffer.tickets import REPLY_BYTES
 from evolver_async.config import ConfigError
 from evolver_async.config import TasksConfig as TasksSection
 from evolver_async.config.load import dump, from_dict, load, stage_config, to_dict
 from evolver_async.launch import creation
-from evolver_async.protocol.envelope import LIMITS, Envelope, pack, unpack
-from evolver_async.protocol.messages import Tickets
 from evolver_async.schema import Task
 from evolver_async.splits import SPLITS, split_of
+from evolver_async.wire.envelope import LIMITS, Envelope, pack, unpack
+from evolver_async.wire.messages import Tickets
 
 BOTH = [{"query": "a", "split": "train"}, {"query": "b", "split": "test"}]
 STAGE = "stages=[{steps: 1}]"
@@ -198,9 +198,9 @@ def test_a_run_keeps_its_own_copy_of_its_tasks(tmp_path, monkeypatch):
 
 def test_a_process_reads_a_file_once_and_a_run_s_own_rows_never(tmp_path, monkeypatch):
     path = written(tmp_path / "t", BOTH)
-    read, opened = files._of_lines, list[Path]()
+    read, opened = row_files._of_lines, list[Path]()
     monkeypatch.setattr(
-        files, "_of_lines", lambda path, at: (opened.append(path), read(path, at))[1]
+        row_files, "_of_lines", lambda path, at: (opened.append(path), read(path, at))[1]
     )
     config = load(None, [STAGE, f"tasks.path={path}", "env.name=bandit"])
     for _ in range(3):
@@ -323,7 +323,7 @@ def test_json_lines_called_parquet_are_named(tmp_path):
 
 def test_a_missing_package_is_named_with_its_extra(tmp_path, monkeypatch):
     datasets.Dataset.from_list([{"q": "a"}]).save_to_disk(tmp_path / "saved")
-    monkeypatch.setattr(tables, "find_spec", lambda name: None)
+    monkeypatch.setattr(row_tables, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"datasets, which is not installed: .*async\[data\]"):
         tasks_of(tmp_path / "saved", prompt="q")
 

@@ -11,14 +11,14 @@ import pytest
 from buffer_world import HEAD, World, config, synthetic, trajectory
 
 from evolver_async.buffer.log.quarantine import JournalError
-from evolver_async.checkpoint.directory import save
+from evolver_async.checkpoint.checkpoints import save
 from evolver_async.config import QuestioningConfig
-from evolver_async.process.versions import versions
-from evolver_async.protocol import messages
-from evolver_async.protocol.envelope import SCHEMA_HASH, Envelope, pack
-from evolver_async.protocol.failures import FailureTotal
+from evolver_async.process.package_versions import versions
+from evolver_async.runs.watch.status_text import status_lines
 from evolver_async.schema import Ticket, WeightId
-from evolver_async.watch.status import status_lines
+from evolver_async.wire import messages
+from evolver_async.wire.envelope import SCHEMA_HASH, Envelope, pack
+from evolver_async.wire.failure_totals import FailureTotal
 
 GIB = 1 << 30
 

@@ -5,8 +5,8 @@ import pytest
 from buffer_world import HEAD, World, config, synthetic, trajectory
 
 from evolver_async.config import QuestioningConfig
-from evolver_async.protocol import messages
 from evolver_async.schema import Ticket
+from evolver_async.wire import messages
 
 
 def exploring(tmp_path, *, share: float = 0.5, stages: list[str] | None = None, **keys) -> World:

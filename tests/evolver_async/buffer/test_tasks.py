@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evolver_async.buffer.stages import source_of
-from evolver_async.buffer.tasks.files import rows_of
+from evolver_async.buffer.tasks.row_files import rows_of
 from evolver_async.buffer.tasks.rows import given_tasks
-from evolver_async.buffer.tasks.source import TaskSource, held_out_task
 from evolver_async.buffer.tasks.stream import Cursor, Queued, TaskStream, Walk
+from evolver_async.buffer.tasks.task_source import TaskSource, held_out_task
 from evolver_async.config import Config, TasksConfig
 from evolver_async.config.load import load, stage_config
 from evolver_async.config.sections.run import EvalConfig

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-from actors.experience.store import FILE, Store
+from actors.experience.pool_file import FILE, Store
 from evolver_async.buffer.log.journal import Journal
 from evolver_async.buffer.stages import evaluation_digest
 from evolver_async.buffer.state import records
-from evolver_async.buffer.tasks.files import rows_of
+from evolver_async.buffer.tasks.row_files import rows_of
 from evolver_async.checkpoint import history, shards
-from evolver_async.checkpoint.directory import (
+from evolver_async.checkpoint.checkpoints import (
     STATE,
     CheckpointError,
     is_left,

@@ -40,7 +40,7 @@ ROWS = "".join(
 DATA = "/api/datasets/org/sums"
 ASK_ROWS = """
 import sys
-from evolver_async.buffer.tasks.files import rows_of
+from evolver_async.buffer.tasks.row_files import rows_of
 from evolver_async.config import ConfigError
 from evolver_async.config.sections.data import TasksConfig
 try:

@@ -12,7 +12,7 @@ from evolver_async.config.load import load, load_explained, to_yaml
 from evolver_async.config.model_defaults import rate_of, said
 from evolver_async.config.shape import DecoderShape, shape_of
 from evolver_async.launch.start_checks import check_rates
-from evolver_async.memory import host
+from evolver_async.memory import host_memory
 from evolver_async.memory.plan import memory_plan
 from evolver_async.memory.units import GIB
 
@@ -141,12 +141,12 @@ def test_135_million_parameters_fit_a_laptop_of_24_gib(model: Path, changes: lis
 def test_adapters_are_proposed_where_full_training_does_not_fit(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(host, "available_bytes", lambda: 8 * GIB)
+    monkeypatch.setattr(host_memory, "available_bytes", lambda: 8 * GIB)
     changes = [STEPS, f"policy.path={model}", f"weights.dir={tmp_path}"]
     with pytest.raises(ConfigError, match=r"policy\.lora\.rank=16 trains adapters"):
-        host.check_memory(load(None, changes))
+        host_memory.check_memory(load(None, changes))
     with pytest.raises(ConfigError) as error:
-        host.check_memory(load(None, [*changes, "policy.lora.rank=4"]))
+        host_memory.check_memory(load(None, [*changes, "policy.lora.rank=4"]))
     assert "trains adapters" not in str(error.value)
 
 

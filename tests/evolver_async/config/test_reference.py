@@ -10,7 +10,9 @@ def test_the_reference_names_every_key_with_default_and_comment() -> None:
     assert "| `learner.lr` | `0.0005` | at least 0 | stage, learner |" in text
     assert "| `env.latency.sigma` | `1.0` | at least 0 | stage | of the logarithm |" in text
     assert '| `policy.path` | `""` |  | run | a Hugging Face causal-LM directory' in text
-    assert "| `loss.kl_place` | `loss` | loss, reward | stage, learner | k1 only as reward |" in text
+    assert (
+        "| `loss.kl_place` | `loss` | loss, reward | stage, learner | k1 only as reward |" in text
+    )
     assert "`stages[i].until_success`" in text
     assert "`tasks.mixture[i].weight`" in text
 

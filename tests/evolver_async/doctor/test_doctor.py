@@ -17,12 +17,12 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from evolver_async.cli import main
 from evolver_async.config import Config, StageConfig
 from evolver_async.config.load import load
-from evolver_async.doctor import report
+from evolver_async.doctor import capabilities
+from evolver_async.doctor.capabilities import CAPABILITIES, machine_table, probe
+from evolver_async.doctor.probes.probe_main import PROBES
 from evolver_async.doctor.probes.recipe import model
 from evolver_async.doctor.probes.result import ProbeResult
-from evolver_async.doctor.probes.run import PROBES
 from evolver_async.doctor.recipe_check import requirements
-from evolver_async.doctor.report import CAPABILITIES, machine_table, probe
 from evolver_async.memory.bounds import Shape, activation_bytes, cache_bytes, training_bytes
 from evolver_async.model.policy import checkpoint_layers, hidden_states
 
@@ -215,7 +215,7 @@ def test_probes_of_this_machine_use_what_they_are_about(tmp_path):
         ("python", "torch", "gloo", "sockets", "encryption", "sandbox"), ()
     )
     asked |= {"shared memory": (str(tmp_path),), "disk": (str(tmp_path / "runs"),)}
-    found = report.run_probes(asked)
+    found = capabilities.run_probes(asked)
     assert {name: one.summary for name, one in found.items() if not one.works} == {}
     assert found["disk"].facts["free_bytes"] > 0
 
@@ -324,7 +324,7 @@ def test_doctor_fails_only_where_the_default_cannot_run(monkeypatch, capsys):
     found = machine(
         **{name: ProbeResult(False, "gone") for name in ("cuda", "vllm", "ray", "wandb")}
     )
-    monkeypatch.setattr(report, "run_probes", lambda asked: found)
+    monkeypatch.setattr(capabilities, "run_probes", lambda asked: found)
     assert main(["doctor"]) == 0
     assert "The default recipe can run here" in capsys.readouterr().out
     found["shared memory"] = ProbeResult(False, "/dev/shm: No space left on device")

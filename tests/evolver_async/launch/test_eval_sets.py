@@ -13,7 +13,7 @@ from actors.evaluate import evaluate
 from evolver_async.buffer.log.reader import JournalReader
 from evolver_async.buffer.state import records
 from evolver_async.config.sections.run import FINAL_SET
-from evolver_async.results.run import load_run
+from evolver_async.runs.results.loaded_run import load_run
 
 pytestmark = pytest.mark.process
 

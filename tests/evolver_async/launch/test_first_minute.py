@@ -10,7 +10,7 @@ from serial_recipe import RECIPE
 from serial_runs import Finished, trainer
 
 from evolver_async.checkpoint import history
-from evolver_async.checkpoint.directory import valid
+from evolver_async.checkpoint.checkpoints import valid
 from evolver_async.cli import main
 from evolver_async.config import ConfigError
 from evolver_async.config.load import load, load_written
@@ -18,8 +18,8 @@ from evolver_async.errors import TrainingError
 from evolver_async.launch.creation import create
 from evolver_async.metrics.alerts import ALERTS
 from evolver_async.metrics.tail import Tail
-from evolver_async.results.run import load_run
-from evolver_async.watch.runs import end, summary
+from evolver_async.runs.results.loaded_run import load_run
+from evolver_async.runs.watch.runs import end, summary
 from learner.run.checkpoint import Checkpoints
 from learner.run.evaluations import EvaluationTracker
 from learner.schedule import Stages

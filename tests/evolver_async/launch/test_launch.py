@@ -19,7 +19,7 @@ from evolver_async.buffer.log.disk import SyncError
 from evolver_async.buffer.log.reader import JournalReader
 from evolver_async.buffer.state.records import GroupsTaken
 from evolver_async.checkpoint import history
-from evolver_async.checkpoint.directory import CheckpointError, load_newest, valid
+from evolver_async.checkpoint.checkpoints import CheckpointError, load_newest, valid
 from evolver_async.config import Config
 from evolver_async.config.load import load
 from evolver_async.errors import DISK_FAILED, EVALUATION_LOST, STOPPED, TRAINING_ERROR, USER_ERROR
@@ -32,9 +32,9 @@ from evolver_async.launch.run_directory import address_of, last_lines
 from evolver_async.launch.supervisor import OUTAGE_S, RunFailed, Supervisor
 from evolver_async.metrics.alerts import ALERTS
 from evolver_async.metrics.tail import Tail
-from evolver_async.process.addresses import make_weights_dir, weights_dir
+from evolver_async.process.rendezvous import make_weights_dir, weights_dir
 from evolver_async.process.setup import RoleArgs, run_process
-from evolver_async.results.final_ledger import final_ledger
+from evolver_async.runs.results.final_ledger import final_ledger
 
 pytestmark = pytest.mark.process
 
@@ -479,7 +479,7 @@ def test_a_role_that_does_not_end_costs_the_others_none_of_their_time(tmp_path: 
 WRITER = """
 import signal, sys, time
 from pathlib import Path
-from evolver_async.checkpoint.directory import save
+from evolver_async.checkpoint.checkpoints import save
 
 def write(directory):
     with open(directory / "model", "wb", buffering=0) as file:

@@ -16,7 +16,7 @@ from evolver_async.launch import supervisor as supervising
 from evolver_async.launch.child import Child, Handle, Spawner, Unreachable
 from evolver_async.launch.supervisor import RunFailed, Supervisor
 from evolver_async.process.stopping import StopSignal
-from evolver_async.watch import runs
+from evolver_async.runs.watch import runs
 
 pytestmark = pytest.mark.process
 

@@ -15,7 +15,7 @@ import pytest
 from killed_runs import KILLED_AT, PHASES, STEPS, Killed, Run, compare, undisturbed
 
 from evolver_async.checkpoint import history
-from evolver_async.checkpoint.directory import load_newest
+from evolver_async.checkpoint.checkpoints import load_newest
 from evolver_async.config import (
     AdvantageConfig,
     CheckpointConfig,
@@ -23,8 +23,8 @@ from evolver_async.config import (
     SafetyConfig,
 )
 from evolver_async.errors import STOPPED
-from evolver_async.metrics.lineages import current_rows
-from evolver_async.protocol import messages
+from evolver_async.metrics.newest_lineage import current_rows
+from evolver_async.wire import messages
 from learner import schedule
 from learner.train import Learner
 

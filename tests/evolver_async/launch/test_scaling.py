@@ -187,7 +187,7 @@ def test_actors_without_memory_for_them_are_refused(
     run_dir = tmp_path / "run"
     run_dir.mkdir()
     dump(load(None, ["stages=[{steps: 1}]", "actors.count=5"]), run_dir / "config.yaml")
-    monkeypatch.setattr("evolver_async.memory.host.available_bytes", lambda: 1 << 20)
+    monkeypatch.setattr("evolver_async.memory.host_memory.available_bytes", lambda: 1 << 20)
     with locked(run_dir):
         monkeypatch.setattr("evolver_async.commands.control.running_actors", lambda _: 5)
         assert main(["scale", str(run_dir), given]) == 0, "they run already"

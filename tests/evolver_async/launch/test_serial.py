@@ -24,7 +24,7 @@ from actors.envs.grid.frozen_lake import FrozenLake
 from actors.evaluate import evaluate
 from evolver_async.buffer.log.quarantine import JournalError
 from evolver_async.buffer.service import BufferService
-from evolver_async.checkpoint.directory import resumable
+from evolver_async.checkpoint.checkpoints import resumable
 from evolver_async.config.load import dump, load
 from evolver_async.launch.creation import create
 from evolver_async.launch.serial import VirtualLoop, run

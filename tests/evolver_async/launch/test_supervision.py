@@ -18,11 +18,11 @@ from evolver_async.buffer.monitor.stalls import LIFE
 from evolver_async.launch.child import innermost
 from evolver_async.metrics.alerts import ALERTS
 from evolver_async.metrics.tail import Tail
-from evolver_async.protocol import messages
-from evolver_async.protocol.envelope import SCHEMA_HASH
 from evolver_async.schema import WeightId
-from evolver_async.transport.dealer import DealerClient
-from evolver_async.transport.server import Server
+from evolver_async.wire import messages
+from evolver_async.wire.dealer import DealerClient
+from evolver_async.wire.envelope import SCHEMA_HASH
+from evolver_async.wire.server import Server
 
 WARN_S = 5.0
 

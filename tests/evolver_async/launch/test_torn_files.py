@@ -14,11 +14,11 @@ from evolver_async.launch.creation import measure
 from evolver_async.launch.run_directory import Origin
 from evolver_async.metrics import launches
 from evolver_async.metrics.alerts import ALERTS
+from evolver_async.runs.watch import runs
+from evolver_async.runs.watch.live import EXACT, _feed_status, exact_values
+from evolver_async.runs.watch.throughput import Setup
+from evolver_async.runs.watch.view import View
 from evolver_async.study.directory import ended, read_failures, record_failure
-from evolver_async.watch import runs
-from evolver_async.watch.live import EXACT, _feed_status, exact_values
-from evolver_async.watch.throughput import Setup
-from evolver_async.watch.view import View
 
 
 @pytest.fixture

@@ -11,8 +11,8 @@ from evolver_async.config import Config, ConfigError
 from evolver_async.config.load import load
 from evolver_async.config.shape import DecoderShape, shape_of
 from evolver_async.doctor.probes.recipe import model
-from evolver_async.memory import host, passes
-from evolver_async.memory.host import (
+from evolver_async.memory import host_memory, passes
+from evolver_async.memory.host_memory import (
     _left,
     _memory_groups,
     available_bytes,
@@ -162,11 +162,11 @@ def test_an_actor_holds_what_its_receivers_hold() -> None:
 
 
 def test_parts_on_gpus_leave_the_host() -> None:
-    host, gpu = planned(), planned(gpu=True)
-    assert gpu.private < host.private
+    host_memory, gpu = planned(), planned(gpu=True)
+    assert gpu.private < host_memory.private
     learner = gpu.processes[0]
     assert learner.gpu > 16 * SHAPE.parameters
-    assert learner.private < host.processes[0].private - 16 * SHAPE.parameters
+    assert learner.private < host_memory.processes[0].private - 16 * SHAPE.parameters
 
 
 def test_a_gpu_copies_weights_to_and_from_the_files_themselves() -> None:
@@ -238,8 +238,10 @@ def test_actors_that_are_added_must_fit_beside_what_runs(monkeypatch: pytest.Mon
     assert shape is not None
     plan = memory_plan(config, shape, learner_gpu=False, actor_gpu=False)
     (actor,) = [one for one in plan.processes if one.role == "actor"]
-    monkeypatch.setattr("evolver_async.memory.host.uses_gpu", lambda _: False)
-    monkeypatch.setattr("evolver_async.memory.host.available_bytes", lambda: 2.5 * actor.private)
+    monkeypatch.setattr("evolver_async.memory.host_memory.uses_gpu", lambda _: False)
+    monkeypatch.setattr(
+        "evolver_async.memory.host_memory.available_bytes", lambda: 2.5 * actor.private
+    )
     for more in (-1, 0, 2):
         check_more_actors(config, more)
     with pytest.raises(ConfigError, match=r"^actors: 3 more need "):
@@ -285,9 +287,9 @@ def test_the_groups_of_cgroup_1_are_those_of_its_memory_controller(tmp_path: Pat
 def test_a_gpu_counts_whatever_its_number_in_a_container(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(host, "DEVICES", tmp_path)
+    monkeypatch.setattr(host_memory, "DEVICES", tmp_path)
     for name in ("nvidiactl", "nvidia-uvm"):
         (tmp_path / name).touch()
-    assert not host.uses_gpu("auto")
+    assert not host_memory.uses_gpu("auto")
     (tmp_path / "nvidia3").touch()
-    assert host.uses_gpu("auto") and not host.uses_gpu("cpu")
+    assert host_memory.uses_gpu("auto") and not host_memory.uses_gpu("cpu")

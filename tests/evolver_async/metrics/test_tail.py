@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from evolver_async.metrics import alerts, gauges, tail
-from evolver_async.metrics.lineages import key_of
+from evolver_async.metrics.newest_lineage import key_of
 from evolver_async.metrics.tail import Tail, append_row
 from evolver_async.metrics.wandb_rows import StepExtras
 from evolver_async.metrics.writer import JsonlWriter

@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 from evolver_async.cli import main
 from evolver_async.config import ConfigError
 from evolver_async.launch import resumption
-from evolver_async.results.run import load_run
+from evolver_async.runs.results.loaded_run import load_run
 
 pytestmark = pytest.mark.process
 

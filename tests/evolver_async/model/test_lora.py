@@ -21,7 +21,7 @@ from transformers import LlamaConfig, PreTrainedModel, Qwen2Config
 from transformers.models.auto import AutoModelForCausalLM
 from updates import FORKS, config, groups, step, updater
 
-from actors.engines.base import Generation, Request
+from actors.engines.engine import Generation, Request
 from actors.engines.torch_engine import TorchEngine
 from actors.evaluate import evaluate
 from evolver_async.checkpoint import shards
@@ -40,7 +40,7 @@ from evolver_async.metrics.writer import Timers
 from evolver_async.model import lora, policy
 from evolver_async.process.setup import RoleArgs
 from evolver_async.schema import Group, WeightId
-from evolver_async.weights import factory as channel
+from evolver_async.weights import ends as channel
 from evolver_async.weights.lora_receiver import MergingReceiver, whole
 from evolver_async.weights.probe import separate
 from evolver_async.weights.shm import ShmPublisher

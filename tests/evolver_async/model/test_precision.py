@@ -12,13 +12,12 @@ from torch.nn import functional as F
 from transformers import Gemma3TextConfig, LlamaConfig, PretrainedConfig, Qwen3Config
 from transformers.models.auto import AutoModelForCausalLM
 
-from actors.engines.base import Request
+from actors.engines.engine import Request
 from actors.engines.torch_engine import TorchEngine
 from evolver_async.config import Config, StageConfig
 from evolver_async.config.load import dump, load_written
 from evolver_async.model import lora, policy, precision
-from evolver_async.model.borders import Borders
-from evolver_async.model.products import (
+from evolver_async.model.cpu.products import (
     SHORT,
     ShortLinear,
     ShortProduct,
@@ -26,6 +25,7 @@ from evolver_async.model.products import (
     rounded,
     shorten,
 )
+from evolver_async.model.rows.borders import Borders
 from evolver_async.schema import WeightId
 from learner.optimize.adamw import make_adamw, take_back, with_gradient
 from learner.tools import prepare

@@ -9,7 +9,7 @@ from studies import write_run
 from evolver_async.config import Config, ConfigError, StageConfig
 from evolver_async.study.directory import CellRun
 from evolver_async.study.given import compared
-from evolver_async.study.results import results_of
+from evolver_async.study.run_results import results_of
 from evolver_async.study.summary import cells_summary, text
 
 

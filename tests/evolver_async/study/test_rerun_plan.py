@@ -8,10 +8,10 @@ from reported_runs import SEGMENT_BYTES, MadeRun
 
 from evolver_async.config import Config, ConfigError
 from evolver_async.config.rerun_changes import changed_keys, refuse_data_changes
-from evolver_async.protocol.messages import Kept
-from evolver_async.results.run import load_run
+from evolver_async.runs.results.loaded_run import load_run
+from evolver_async.runs.watch.live import EXACT, exact_values
 from evolver_async.study.rerun import make_directory, plan
-from evolver_async.watch.live import EXACT, exact_values
+from evolver_async.wire.messages import Kept
 
 
 def test_data_that_is_gone_is_named_with_the_way_to_keep_it(tmp_path: Path) -> None:

@@ -17,12 +17,12 @@ from studies import made_study, run_of, write_cold, write_run
 from evolver_async.cli import main
 from evolver_async.config import Config, StageConfig
 from evolver_async.config.load import dump, load
+from evolver_async.runs.watch.runs import END
 from evolver_async.study.cells import configs_of
 from evolver_async.study.definition import Definition
 from evolver_async.study.directory import Study, cold_run, command_of, runs_of, state_of
-from evolver_async.study.progress import StudyProgress, needs, size_of
 from evolver_async.study.scheduler import EndedRun, RunningCell, Scheduler, forget_failures
-from evolver_async.watch.runs import END
+from evolver_async.study.study_progress import StudyProgress, needs, size_of
 
 RECIPE = """
 env: {name: bandit, params: {high_probability: 0.5}}

@@ -12,9 +12,9 @@ from evolver_async.cli import main
 from evolver_async.config import Config, StageConfig
 from evolver_async.config.load import dump
 from evolver_async.metrics.alerts import alert
+from evolver_async.runs.watch import runs
 from evolver_async.terminal import harmless, plain
 from evolver_async.terminal.console import SafeConsole
-from evolver_async.watch import runs
 
 HOSTILE = "\x1b]0;owned\x07\x1b[2J\x9b31m\r\u202e\ud800"
 

@@ -16,7 +16,7 @@ from network import needs_ipv6
 from receivers import filled, remotes
 
 from evolver_async.schema import WeightId
-from evolver_async.weights.channel.base import WeightsGone
+from evolver_async.weights.channel.interface import WeightsGone
 from evolver_async.weights.collective import receiver as receiving
 from evolver_async.weights.collective import sender
 from evolver_async.weights.collective.channel import (

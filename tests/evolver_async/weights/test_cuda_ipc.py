@@ -13,7 +13,7 @@ from torch import Tensor
 from weight_heads import check_heads
 
 from evolver_async.process.private_directories import LOCK, OWNER, claim
-from evolver_async.weights.channel.base import WeightsGone
+from evolver_async.weights.channel.interface import WeightsGone
 from evolver_async.weights.cuda_ipc import IpcPublisher, IpcReceiver
 
 pytestmark = pytest.mark.process

@@ -3,7 +3,7 @@
 import torch
 
 from evolver_async.schema import WeightId
-from evolver_async.weights.channel.layout import Layout
+from evolver_async.weights.channel.byte_layout import Layout
 from evolver_async.weights.collective.versions import ReceivedVersion, ReceivedVersions
 
 LAYOUT = Layout.of([("a", torch.float32, (100,)), ("b", torch.float32, (3, 5))])

@@ -14,7 +14,7 @@ import torch
 from evolver_async.process import mounts
 from evolver_async.schema import WeightId
 from evolver_async.weights import snapshot_file
-from evolver_async.weights.channel.base import WeightsGone
+from evolver_async.weights.channel.interface import WeightsGone
 from evolver_async.weights.channel.mapping import in_memory, on_network
 from evolver_async.weights.shm import ShmPublisher, ShmReceiver
 from evolver_async.weights.snapshot_file import STAGED, read

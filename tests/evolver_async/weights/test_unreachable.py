@@ -13,7 +13,7 @@ from torch import Tensor
 
 from evolver_async.schema import WeightId
 from evolver_async.weights.channel.snapshot import WeightSnapshot
-from evolver_async.weights.channel.source import source_of
+from evolver_async.weights.channel.weight_source import source_of
 from evolver_async.weights.collective import sender
 from evolver_async.weights.collective.event_log import EventReader, ServedStore
 from evolver_async.weights.collective.presence import Member, Presence

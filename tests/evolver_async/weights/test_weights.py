@@ -22,9 +22,9 @@ from weight_heads import check_heads
 from evolver_async.process import mounts
 from evolver_async.process.private_directories import LOCK, OWNER, PREFIX, claim, owned, sweep
 from evolver_async.schema import WeightId
-from evolver_async.weights.channel.base import WeightsCorrupt, WeightsGone
+from evolver_async.weights.channel.interface import WeightsCorrupt, WeightsGone
 from evolver_async.weights.channel.snapshot import WeightSnapshot
-from evolver_async.weights.channel.source import Part, WholeTensors
+from evolver_async.weights.channel.weight_source import Part, WholeTensors
 from evolver_async.weights.shm import ShmPublisher, ShmReceiver
 
 

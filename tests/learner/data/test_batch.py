@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from micro_batches import actions
 
 from evolver_async.config import CorrectionConfig
-from evolver_async.model import prefix_trees
+from evolver_async.model.rows import prefix_trees
 from evolver_async.schema import Group, Role
 from learner.data.batch import Batch
 from learner.loss.correction import ActionTokens, decoupled

@@ -19,12 +19,12 @@ from launches import DEADLINE_S, wait_for
 
 from evolver_async import cli
 from evolver_async.checkpoint import history
-from evolver_async.checkpoint.directory import load_newest, valid
+from evolver_async.checkpoint.checkpoints import load_newest, valid
 from evolver_async.config import CheckpointConfig, LaunchConfig, SafetyConfig, StageConfig
 from evolver_async.config.load import dump
 from evolver_async.errors import STOPPED, TrainingError
 from evolver_async.launch.run_directory import PAUSED, pause_reason
-from evolver_async.protocol import messages
+from evolver_async.wire import messages
 from learner import schedule
 from learner.diagnostics.alarms import Alarm, judge
 from learner.diagnostics.group_signals import input_dependence

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from updates import config, updater
 
-from evolver_async.checkpoint.directory import CheckpointError
+from evolver_async.checkpoint.checkpoints import CheckpointError
 from evolver_async.config import LoraConfig, StageConfig
 from evolver_async.model import policy
 from learner.state import LearnerState

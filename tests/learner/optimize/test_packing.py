@@ -39,7 +39,7 @@ from evolver_async.config import (
 from evolver_async.config.load import dump, load, stage_config
 from evolver_async.errors import TrainingError
 from evolver_async.model import attention, policy, row_checks
-from evolver_async.model.borders import SHORT, SIMILAR, Borders
+from evolver_async.model.rows.borders import SHORT, SIMILAR, Borders
 from evolver_async.model.tokenizer import ModelError
 from evolver_async.process.setup import RoleArgs
 from learner.optimize import passes, token_budget

@@ -12,7 +12,7 @@ import torch.multiprocessing as mp
 from parallel_world import DEADLINE_S, make_policies, settings_of
 from updates import FORKS
 
-from evolver_async.checkpoint import directory as checkpoint
+from evolver_async.checkpoint import checkpoints as checkpoint
 from evolver_async.checkpoint import shards
 from evolver_async.config.load import stage_config
 from evolver_async.metrics.writer import Timers

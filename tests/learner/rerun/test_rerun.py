@@ -12,13 +12,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from serial_runs import Finished, trainer
 
-from evolver_async.checkpoint.directory import CheckpointError, resumable
+from evolver_async.checkpoint.checkpoints import CheckpointError, resumable
 from evolver_async.cli import main
 from evolver_async.config import ConfigError
 from evolver_async.launch.forking import fork
 from evolver_async.launch.run_directory import locked
 from evolver_async.launch.serial import run as run_serially
-from evolver_async.results.run import load_run
+from evolver_async.runs.results.loaded_run import load_run
 from evolver_async.study.rerun import plan
 from learner.diagnostics.step_rows import StepRows
 from learner.rerun.main import RerunOutcome, rerun

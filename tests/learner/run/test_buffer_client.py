@@ -8,10 +8,10 @@ import pytest
 
 from evolver_async.errors import TrainingError
 from evolver_async.launch.serial import VirtualLoop
-from evolver_async.process.versions import versions
-from evolver_async.protocol import messages
-from evolver_async.protocol.envelope import SCHEMA_HASH
-from evolver_async.transport.client import Rejected
+from evolver_async.process.package_versions import versions
+from evolver_async.wire import messages
+from evolver_async.wire.client import Rejected
+from evolver_async.wire.envelope import SCHEMA_HASH
 from learner.run.buffer_client import LAST_S, PATIENCE_S, Requests, Stopping
 
 DONE = messages.Done(lineage=1, take=0, version=1, trained=[], filtered={})

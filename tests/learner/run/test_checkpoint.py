@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from evolver_async.checkpoint import history
-from evolver_async.checkpoint.directory import valid
+from evolver_async.checkpoint.checkpoints import valid
 from evolver_async.config.load import load
-from evolver_async.protocol.evaluations import EvalResult
 from evolver_async.schema import WeightId
+from evolver_async.wire.evaluation_results import EvalResult
 from learner.run.checkpoint import Checkpoints
 from learner.state import LearnerState, PendingEvaluation
 

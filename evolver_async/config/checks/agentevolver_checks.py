@@ -1,0 +1,135 @@
+"""Checks of experience, judge, questioning and reflection, and of agents that play episodes."""
+
+from collections.abc import Iterator
+
+from evolver_async.config.checks.address_checks import endpoint, socket_address
+from evolver_async.config.effective.inert import guided_members
+from evolver_async.config.sections import Config
+from evolver_async.config.sections.agentevolver import LLM_SECTIONS, UNAUDITED
+from evolver_async.config.sections.reward import SUCCESS_RULES
+from evolver_async.config.sections.rollout import EXTERNAL, EndpointConfig
+
+
+def agent(config: Config) -> Iterator[tuple[str, str]]:
+    """Refuse settings that an agent of `rollout.agent`, which plays whole episodes, ignores."""
+    judged = config.rollout.agent_reward == "judged"
+    if not config.rollout.agent:
+        if judged:
+            yield "rollout.agent_reward", "must be returned: rollout.agent is not set"
+        if config.rollout.players:
+            yield "rollout.players", "must be empty: rollout.agent, which names them, is not set"
+        return
+    yield from _players(config)
+    if config.rollout.agent == EXTERNAL:
+        yield from _elsewhere(config.rollout.endpoint)
+    if config.launch.kind == "serial":
+        yield "rollout.agent", "needs real time, and launch.kind=serial has a virtual clock"
+    for key, value, required, reason in (
+        ("rollout.format", config.rollout.format, "auto", "writes its own turns"),
+        ("rollout.extract", config.rollout.extract, "", "writes its own turns"),
+        ("rollout.context", config.rollout.context, "full", "writes its own prompts"),
+        ("rollout.system_prompt", config.rollout.system_prompt, "", "writes its own prompts"),
+        ("env.prompt", config.env.prompt, "auto", "writes its own prompts"),
+        ("env.tools.mcp", config.env.tools.mcp, "", "brings its own tools"),
+        ("experience.kind", config.experience.kind, "none", "writes its own prompts"),
+        ("questioning.kind", config.questioning.kind, "none", "plays without an environment"),
+    ):
+        if value != required:
+            yield key, f"must be {required or 'empty'}: rollout.agent {reason}, is {value}"
+    if config.judge.kind == "rule":
+        yield "judge.kind", "rule needs an environment's scores: rollout.agent plays without one"
+
+
+def _players(config: Config) -> Iterator[tuple[str, str]]:
+    """Require several different players, and settings that look at each by itself."""
+    names = config.rollout.players
+    if not names:
+        return
+    if len(names) < 2 or len(set(names)) < len(names):
+        yield "rollout.players", f"must be empty, or several different names: is {names}"
+    if config.reward.terms:
+        yield "reward.terms", "must be empty: each of rollout.players has a reward of its own"
+    if config.advantage.baseline == "shared" and config.selection.kind == "dynamic":
+        yield (
+            "advantage.baseline",
+            "must be player: selection.kind=dynamic looks at the rewards of each player",
+        )
+
+
+def _elsewhere(endpoint: EndpointConfig) -> Iterator[tuple[str, str]]:
+    """Require a key and a port of agents that start episodes themselves."""
+    if not endpoint.key_env:
+        yield (
+            "rollout.endpoint.key_env",
+            "must name an environment variable: rollout.agent=external gives tasks to, and takes"
+            f" rewards from, who has its key, at {endpoint.bind}",
+        )
+    if not endpoint.port:
+        yield "rollout.endpoint.port", "must be set: rollout.agent=external is called there"
+
+
+def guidance(config: Config) -> Iterator[tuple[str, str]]:
+    """Require unguided members where a rule compares them with guided ones."""
+    rollout, share = config.rollout, config.rollout.guided_fraction
+    if guided_members(config) == rollout.group_size and rollout.guided == "adaptive":
+        reason = "rollout.guided=adaptive compares them with guided ones"
+        yield "rollout.guided_fraction", f"must leave members unguided: {reason}, is {share}"
+
+
+def reward(config: Config) -> Iterator[tuple[str, str]]:
+    """Require terms with different labels, and a rule of success that is one of them."""
+    labels = [term.called for term in config.reward.terms]
+    for index, label in enumerate(labels):
+        if label in labels[:index]:
+            yield f"reward.terms[{index}].label", f"two terms are named {label}: set another"
+        if label in SUCCESS_RULES and config.reward.terms[index].name != label:
+            yield f"reward.terms[{index}].label", f"{label} is a rule of reward.success"
+    success = config.reward.success
+    if success not in (*SUCCESS_RULES, *labels):
+        known = ", ".join((*SUCCESS_RULES, *labels))
+        yield "reward.success", f"must be one of {known}, is {success!r}"
+
+
+def mechanisms(config: Config) -> Iterator[tuple[str, str]]:
+    """Require the models and timeouts that the mechanisms need."""
+    judged = config.rollout.agent_reward == "judged"
+    for name in LLM_SECTIONS:
+        section = getattr(config, name)
+        if section.kind != "llm" and not (judged and name == "judge"):
+            continue
+        if config.launch.kind == "serial":
+            key = "reward.terms" if name == "reward" else f"{name}.kind"
+            yield key, "llm needs real time, and launch.kind=serial has a virtual clock"
+        yield from endpoint(f"{name}.llm", section.llm)
+    stall = config.buffer.stall_s
+    for name, waits in (
+        ("judge", judged or config.judge.kind not in UNAUDITED),
+        ("reflection", config.reflection.kind == "llm"),
+        ("reward", bool(config.reward.terms)),
+    ):
+        if waits and getattr(config, name).timeout_s >= stall:
+            yield (
+                f"{name}.timeout_s",
+                f"must be less than buffer.stall_s ({stall:g}): a group makes no progress while it"
+                " waits for the answer",
+            )
+    questioning, experience = config.questioning, config.experience
+    if questioning.replays_kept > (most := questioning.replays):
+        yield "questioning.replays_kept", f"must be at most questioning.replays ({most})"
+    judge = config.judge
+    longest = config.policy.max_length
+    if judge.kind == "self" and judge.max_tokens >= longest:
+        reason = f"must leave room for a question in policy.max_length ({longest})"
+        yield "judge.max_tokens", f"{reason}, is {judge.max_tokens}"
+    if experience.embedder == "endpoint" and (experience.kind, questioning.kind) != (
+        "none",
+        "none",
+    ):
+        if config.launch.kind == "serial":
+            problem = "endpoint needs real time, and launch.kind=serial has a virtual clock"
+            yield "experience.embedder", problem
+        yield from endpoint("experience.embedding", experience.embedding)
+    yield from socket_address("experience.address", experience.address, config.security.keys)
+    remote = config.buffer.address.startswith("tcp://")
+    if experience.pooled and remote and not experience.address:
+        yield "experience.address", "must be set, because buffer.address is a tcp:// address"

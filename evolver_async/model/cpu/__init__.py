@@ -1,0 +1,1 @@
+"""Computation on CPUs alone: decoder passes, attention over trees of rows, bfloat16 products."""

@@ -1,0 +1,1 @@
+"""Packed rows: their layout, and trees of rows that begin alike."""

@@ -1,1 +1,0 @@
-"""The protocol between processes: messages, their envelope, and trajectories as bytes."""

@@ -1,1 +1,0 @@
-"""Transport of messages: delivery rules, sockets, addresses and keys."""

@@ -1,0 +1,1 @@
+"""Messages between processes: their envelope, delivery rules, sockets, addresses and keys."""
