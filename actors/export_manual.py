@@ -151,8 +151,8 @@ def generation(
     """Return the generation settings of the run's evaluation, but for its limit of tokens.
 
     That limit belongs to training: vLLM takes `max_new_tokens` of this file for the most that any
-    request may have. Without a `max_length` transformers stops after 20 tokens. Fields that no one
-    writes are off in transformers and vLLM, but for those written here.
+    request may have. Without a `max_length` transformers stops after 20 tokens. Fields that are not
+    set are off in transformers and vLLM, except those set here.
     """
     temperature = config.eval.temperature
     settings: dict[str, object] = {
@@ -222,8 +222,8 @@ def readme(
 def conversations(config: Config, setting: Setting, examples: bool) -> str:
     """Describe the beginning of an episode, once an environment.
 
-    Rows of files are data of whoever made them, so none is copied unless `examples` is set: only
-    the system message is shown. An environment that cannot begin an episode here (a service may be
+    Rows of files belong to their authors, so none is copied unless `examples` is set: only the
+    system message is shown. An environment that cannot begin an episode here (a service may be
     down) does not stop the export.
     """
     source = source_of(config)

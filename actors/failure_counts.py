@@ -12,7 +12,7 @@ from evolver_async.schema import Trajectory, TurnFlag
 from evolver_async.wire.failure_totals import ERROR_CHARS, NAME_CHARS, FailureKind, FailureTotal
 
 EXCERPT = 80  # characters of a turn that are shown
-MOST_NAMES = 64  # things that are told apart; those beyond are not counted
+MOST_NAMES = 64  # names that are counted apart; those beyond are not counted
 
 
 class FailureCounts:

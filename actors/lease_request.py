@@ -32,7 +32,7 @@ class LeaseRequest:
     poll_s: float
     launch: int = 0
     _parked: bool = False
-    _told: tuple[WeightId | None, WeightId | None] = None, None
+    _reported: tuple[WeightId | None, WeightId | None] = None, None
 
     async def send(
         self, credit: int, groups: set[int], generated: int
@@ -41,7 +41,7 @@ class LeaseRequest:
 
         Raise ActorReplaced.
         """
-        self._told = weights, visible = self.adoption.seen
+        self._reported = weights, visible = self.adoption.seen
         lease = messages.Lease(
             credit=credit,
             groups=sorted(groups),
@@ -63,9 +63,9 @@ class LeaseRequest:
         """Report new weights while a LEASE is parked: it may be granted with them."""
         while True:
             await asyncio.sleep(self.poll_s)
-            if not self._parked or self.adoption.seen == self._told:
+            if not self._parked or self.adoption.seen == self._reported:
                 continue
-            self._told = weights, visible = self.adoption.seen
+            self._reported = weights, visible = self.adoption.seen
             news = messages.Renew(progress={}, weights=weights, visible=visible)
             news.seconds, news.launch = self.clock.totals(), self.launch
             reply = await self.client.request(news)

@@ -115,8 +115,8 @@ async def leave(client: Client, launch: int) -> None:
 def tokenizer_of(config: Config, *, launched: bool) -> str:
     """Return the hash of the tokenizer on this host.
 
-    Raise ConfigError if it has none. A launcher's own has been there: ModelError, after which the
-    launcher tries again.
+    Raise ConfigError if it has none. On the launcher's host it was there before: ModelError, after
+    which the launcher tries again.
     """
     try:
         return policy.tokenizer_hash(config.policy.path)
@@ -130,8 +130,8 @@ def check_host(config: Config, *, probes: bool) -> None:
     """Raise ConfigError for what the run's episodes need and this host lacks: a variable, code of
     the user's, and with `probes` a requirement of an environment, such as a sandbox.
 
-    Found only by a task it would be that task's failure, which quarantines it for all actors. The
-    lines of a task file are not checked, for only the launcher's host has the file.
+    A lack that only a task reveals would be that task's failure and quarantine it for all actors.
+    Lines of a task file are not checked: only the launcher's host has the file.
     """
     parts = dict[tuple[str, str], MixturePart]()
     for index in range(len(config.stages)):
@@ -164,13 +164,13 @@ def check_host(config: Config, *, probes: bool) -> None:
 
 def await_name(address: str) -> None:
     """Return once the host of an address is known. ConfigError if it stays unknown."""
-    deadline, told = time.monotonic() + NAME_S, ""
+    deadline, logged = time.monotonic() + NAME_S, ""
     while problem := unresolved(address):
         if time.monotonic() >= deadline:
             raise ConfigError(f"--connect: {address}: {problem}")
-        if problem != told:
+        if problem != logged:
             log.warning("%s: %s; trying again for %.0f s", address, problem, NAME_S)
-            told = problem
+            logged = problem
         time.sleep(1.0)
 
 

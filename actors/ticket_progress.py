@@ -17,8 +17,8 @@ class TicketProgress:
     `generating`: members whose turn the engine has, or will have; meanwhile all tokens of the
     engine count. `waiting`: members that wait for an agent elsewhere. `played`: members whose
     episode is over. `last`: each member's last activity and its seconds. `clock`: that of the
-    process. `agents_until`: the time until which agents may run; meanwhile, and while one is waited
-    for, all work of the actor counts, as that between their calls is not seen.
+    process. `agents_until`: the latest end of its agents. Until then, and while an agent is waited
+    for, all work of the actor counts, as the work of agents between their calls is not seen.
     """
 
     count: int = 0
@@ -119,7 +119,8 @@ def renewal(
     """Report the progress and the slowest activity of an actor's tickets, by group.
 
     `work`: tokens of the actor's engine and seconds of its agents between their calls, since its
-    start. As it is common to all tickets, one that waits tells no more than when it is played.
+    start. It is common to all tickets: a waiting ticket reports no more than it will when it is
+    played.
     """
     shared = {g: p.shared(work) for g, p in progresses.items()}
     # No more than a ticket tells once it is played itself: it would seem to stand still then.

@@ -180,6 +180,7 @@ class Worker:
     async def renew(self) -> None:
         """Report progress to renew the leases; cancel tickets that the buffer has regranted."""
         while True:
+            # Two of these can be late before a lease ends or a stall is reported.
             await asyncio.sleep(min(self.config.buffer.lease_s, self.config.buffer.warn_s) / 4)
             await self.reporter.send(None)
             if not self.running:
@@ -223,6 +224,7 @@ class Worker:
             if reason == "error":
                 raise
         finally:
+            # Delivery comes first: what is released is granted again and played by another actor.
             await outbox.settle(self.reply_timeout_s)
             self.running.pop(_id(ticket), None)
             if outbox.missing and _id(ticket) not in self.fenced:

@@ -61,7 +61,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _reader_has_gone() -> bool:
-    """True if stdout is a pipe that nobody reads, as behind `| head`; then it becomes /dev/null."""
+    """True if stdout is a pipe without a reader, as behind `| head`; then it becomes /dev/null."""
     poll = select.poll()
     poll.register(sys.stdout, 0)  # errors alone
     gone = bool(poll.poll(0))

@@ -18,6 +18,30 @@ F = TypeVar("F", bound=Callable[..., object])
 RAISED = Exception, SystemExit  # by a user's code, whose exit must not end the process
 
 
+class Builtins(dict[str, F]):
+    """Registry of the functions of the built-in kinds of `key`, entered by `@builtins(name)`."""
+
+    def __init__(self, key: str) -> None:
+        super().__init__()
+        self.key = key
+
+    def __call__(self, name: str, **attributes: object) -> Callable[[F], F]:
+        """Enter a function, which gets these attributes. ValueError if the kind has one."""
+
+        def enter(function: F) -> F:
+            if name in self:
+                raise ValueError(f"{self.key}={name}: two functions")
+            vars(function).update(attributes)
+            self[name] = function
+            return function
+
+        return enter
+
+    def of(self, name: str) -> F:
+        """Return the function that the key names, as `implementation` does."""
+        return implementation(self.key, name, self)
+
+
 def is_own(name: str) -> bool:
     """Return True if `name` is the import path of a user's function."""
     return ":" in name

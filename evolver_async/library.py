@@ -37,6 +37,9 @@ def train(
     or several functions, or their names. A function that a notebook defines is written to a file
     of the working directory.
 
+        results = train("frozen_lake", "run.seed=1")
+        results = train(model="/models/m", data=rows, prompt="question", reward=correct)
+
     The launcher is a process of its own, so this also works where an event loop runs already, as in
     a notebook; its output appears here. An interrupt stops the run in order: it can be resumed.
     ConfigError for a mistake in the arguments, TrainingError for a run that failed.

@@ -20,7 +20,8 @@ def version_lag(head: WeightId, sampled: WeightId, forks: dict[int, Fork]) -> in
 
     Within one lineage this is `head.step - sampled.step`; across a fork at step f it is
     `(head.step - f) + (sampled.step - f)`, or `head.step - sampled.step` where `sampled` is an
-    ancestor. Parents have smaller numbers than their children, and lineage 0 is the root.
+    ancestor. Parents have smaller numbers than their children, and lineage 0 is the root. If
+    lineage 2 continues lineage 1 from step 5, the lag of 1.6 to the head 2.7 is 2 + 1 = 3.
     """
     ancestor = min(head.step, sampled.step)
     ours, theirs = head.lineage, sampled.lineage

@@ -14,7 +14,7 @@ NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 WORDS = re.compile(rf"os error ({'|'.join(map(str, NO_ROOM))})\b|disk is full|No space left")
 FAILED = (errno.EIO, errno.ENXIO, errno.EREMOTEIO)  # of a device, or a server of files
 RETRY_S = 1.0
-REPEAT_S = 60.0  # until a wait for room is said again
+REPEAT_S = 60.0  # between two reports of a wait for room
 
 log = logging.getLogger(__name__)
 

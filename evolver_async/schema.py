@@ -65,6 +65,7 @@ class WeightId(msgspec.Struct, kw_only=True, frozen=True, order=True, forbid_unk
 
     `lineage` is assigned by the buffer and grows with every start of the learner, so step 105
     before a crash and step 105 after it are different weights. `step` counts published versions.
+    As text: "2.105".
     """
 
     lineage: int
@@ -95,7 +96,8 @@ class Task(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True
     hashes into `split`, so the same map never appears in two splits. `reference` is a solution, if
     one is known. `query` is the request, if the environment does not state it itself. A task of a
     user's own rows has the chat messages of its `prompt` ({"role", "content"}, the last one from
-    the user), and in `row` all columns of the row, which rewards read.
+    the user), and in `row` all columns of the row, which rewards read. A numbered task has an id
+    such as "frozen_lake/train/17", here with the map seed 17.
     """
 
     task_id: str
@@ -152,6 +154,14 @@ class Sequence(msgspec.Struct, kw_only=True, eq=False, forbid_unknown_fields=Tru
     for rounding, at least LEAST_LOGPROB);
     versions: run-length weights over the ACTION tokens (empty for a scripted policy).
     Raises ValueError, naming the field, if these do not fit together.
+
+    A prompt of two tokens, a turn of three during which new weights came, and the next observation:
+
+        tokens    10 11 20 21  2 12
+        roles      P  P  A  A  A  O     (P PROMPT, A ACTION, O OBSERVATION)
+        turns     -1 -1  0  0  0 -1
+        logprobs   0  0 -.7 -.1 -.2 0
+        versions  2 tokens by 1.4, then 1 token by 1.5
     """
 
     tokens: Array
@@ -318,6 +328,7 @@ class Trajectory(msgspec.Struct, kw_only=True, eq=False, dict=True, forbid_unkno
 
     @property
     def trajectory_id(self) -> str:
+        """Group, member and attempt, such as 12/3/0."""
         return f"{self.group_id}/{self.member}/{self.attempt}"
 
     @property

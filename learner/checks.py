@@ -19,17 +19,17 @@ def _problems(config: Config) -> Iterator[str]:
     """Yield what is wrong with the own functions of one stage; built-in ones need no import."""
     try:
         if is_own(config.selection.kind):
-            from learner.data.selection import selection_of
+            from learner.data.selection import SELECTIONS
 
-            selection_of(config.selection)
+            SELECTIONS.of(config.selection.kind)
         if is_own(config.advantage.kind):
-            from learner.advantage.group_relative import estimator_of
+            from learner.advantage.group_relative import ESTIMATORS
 
-            estimator_of(config.advantage)
+            ESTIMATORS.of(config.advantage.kind)
         if is_own(config.correction.kind):
-            from learner.loss.correction import correction_of
+            from learner.loss.correction import CORRECTIONS
 
-            needs = getattr(correction_of(config.correction), "prepare", None)
+            needs = getattr(CORRECTIONS.of(config.correction.kind), "prepare", None)
             if needs is not None and config.correction.anchor == "interpolate":
                 why = f"{config.correction.kind} prepares its numbers before the step"
                 yield f"correction.anchor: must be recompute: {why}"

@@ -19,7 +19,6 @@ from types import MappingProxyType
 import numpy as np
 
 from evolver_async.config import Config
-from evolver_async.config.sections.learner import WITH_CRITIC
 from evolver_async.lineages import Fork
 from evolver_async.metrics.histograms import Histogram
 from evolver_async.metrics.writer import Timers
@@ -208,7 +207,7 @@ class Updater(Models):
 
     def _values(self, stage: Config, batch: Batch) -> Values | None:
         """Compute the values of a batch by the critic; None if the estimator reads none."""
-        if stage.advantage.kind not in WITH_CRITIC:
+        if not stage.advantage.facts.critic:
             return None
         critic = self.ensure_critic()
         with self.timers("value"):

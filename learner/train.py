@@ -77,6 +77,8 @@ class Learner:
         self.metrics = metrics
         self.timers = Timers()
         updater = Updater(config, run_dir, self.timers, ranks)
+        # Only the optimizer changes weights. Until then the copy of the published version goes on
+        # beside the passes.
         updater.optimizer.register_step_pre_hook(lambda *_: self.await_copy())
         self.updater = updater if ranks is None else Leader(updater, ranks)
         self.progress = updater.ranks.progress

@@ -65,14 +65,14 @@ class ScienceWorld(Env):
             raise ValueError(f"tasks: {name} has no variation for {task.split}")
         self._name, self._variation = name, own[chance // len(names) % len(own)]
         observation, facts = self._load(name, self._variation)
-        return self._told(f"{facts['taskDesc'].strip()}\n\n{observation.strip()}")
+        return self._observed(f"{facts['taskDesc'].strip()}\n\n{observation.strip()}")
 
     def step(self, action: str) -> Step:
         observation, gained, over, facts = _simulator().step(action)
         self._valid = facts["valid"]
         self._moves += 1
         info = Info(valid=observation != UNKNOWN, success=facts["score"] == 100)
-        return Step(self._told(observation.strip()), gained / 100, bool(over), False, info)
+        return Step(self._observed(observation.strip()), gained / 100, bool(over), False, info)
 
     def content(self) -> str:
         return f"{self._name} {self._variation} {self.simplifications}"
@@ -98,7 +98,7 @@ class ScienceWorld(Env):
         self._valid, self._moves = facts["valid"], 0
         return observation, facts
 
-    def _told(self, text: str) -> str:
+    def _observed(self, text: str) -> str:
         return f"{text}\nPossible: {', '.join(self._valid)}" if self.commands else text
 
 

@@ -84,15 +84,17 @@ class TextWorld(Env):
         self._state = self._session.reset()
         self._score = 0.0
         objective = self._state.get("objective") or self._state.feedback
-        return self._told(objective.strip())
+        return self._observed(objective.strip())
 
     def step(self, action: str) -> Step:
         if self.commands and action not in self.actions():
-            return Step(self._told("That is not possible."), 0.0, False, False, Info(valid=False))
+            return Step(
+                self._observed("That is not possible."), 0.0, False, False, Info(valid=False)
+            )
         self._state, score, over = self._session.step(action)
         gained, self._score = (score - self._score) / max(self._state.max_score or 1, 1), score
         facts = Info(success=bool(self._state.won))
-        return Step(self._told(self._state.feedback.strip()), gained, bool(over), False, facts)
+        return Step(self._observed(self._state.feedback.strip()), gained, bool(over), False, facts)
 
     def actions(self) -> list[str]:
         return list(self._state.admissible_commands or [])
@@ -105,7 +107,7 @@ class TextWorld(Env):
             self._session.close()
             self._session = None
 
-    def _told(self, text: str) -> str:
+    def _observed(self, text: str) -> str:
         listed = ", ".join(self.actions())
         return f"{text}\nPossible: {listed}" if self.commands and listed else text
 

@@ -70,8 +70,8 @@ def _check_first(config: Config, setting: Setting, task: Task, reflects: bool) -
     except (EnvError, ConfigError):
         raise
     except RAISED as error:
-        said = f"{task.env} cannot begin a task: {one_line(error)}"
-        raise ConfigError(f"env.name: {said}") from error
+        problem = f"{task.env} cannot begin a task: {one_line(error)}"
+        raise ConfigError(f"env.name: {problem}") from error
     needed = len(prompt) + config.rollout.max_tokens
     if needed > config.policy.max_length:
         purpose = f"a first prompt of {len(prompt)} tokens and a turn of rollout.max_tokens"
@@ -98,8 +98,8 @@ def _check_demonstration(
         texts = [style.render_actions(actions) for actions in turns]
         read = [style.parse(text) for text in texts]
     except RAISED as error:
-        said = f"{task.env} cannot demonstrate a task: {one_line(error)}"
-        raise ConfigError(f"env.name: {said}") from error
+        problem = f"{task.env} cannot demonstrate a task: {one_line(error)}"
+        raise ConfigError(f"env.name: {problem}") from error
     for actions, text, found in zip(turns, texts, read, strict=True):
         if not _same(style.tools, actions, found):
             seen = "reads nothing in it" if found is None else f"reads {found!r} in it"

@@ -24,17 +24,17 @@ def check_threads(config: Config, task: Task) -> None:
         return
     if _begin([task], config.env.step_timeout_s) != [""]:
         return
-    if said := max(_begin([task] * AT_ONCE, config.env.step_timeout_s), default=""):
+    if problem := max(_begin([task] * AT_ONCE, config.env.step_timeout_s), default=""):
         raise ConfigError(
             f"env.isolation: {task.env} begins one episode, but not {AT_ONCE} in threads at once"
-            f" ({said}): set it to process, or to thread if this was chance"
+            f" ({problem}): set it to process, or to thread if this was chance"
         )
 
 
 def _begin(tasks: list[Task], limit_s: float) -> list[str]:
     """Begin and close an episode of each task in a thread of its own; return their errors, "" for
     none, none at all if one has not ended in time."""
-    barrier, said = threading.Barrier(len(tasks)), [""] * len(tasks)
+    barrier, problems = threading.Barrier(len(tasks)), [""] * len(tasks)
 
     def begin(index: int, task: Task) -> None:
         barrier.wait()
@@ -45,11 +45,11 @@ def _begin(tasks: list[Task], limit_s: float) -> list[str]:
             finally:
                 env.close()
         except RAISED as error:
-            said[index] = one_line(error)
+            problems[index] = one_line(error)
 
     threads = [threading.Thread(target=begin, args=pair, daemon=True) for pair in enumerate(tasks)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(limit_s)
-    return [] if any(thread.is_alive() for thread in threads) else said
+    return [] if any(thread.is_alive() for thread in threads) else problems

@@ -172,8 +172,8 @@ class ExternalEpisodes:
 
 
 def start_key(key_env: str) -> str:
-    """Return the key of those who start and finish episodes. Raise ConfigError, which names the
-    configuration's key, never the secret."""
+    """Return the key of the programs that start and finish episodes. Raise ConfigError, which names
+    the configuration's key, never the secret."""
     key = secret(key_env, KEY)
     if len(key) < LEAST_KEY_CHARS or not (key.isascii() and key.isprintable()) or " " in key:
         form = f"at least {LEAST_KEY_CHARS} printable characters without blanks"

@@ -112,6 +112,8 @@ class AgentRunner:
         """
         if self._threads is None:
             self._threads = ThreadPoolExecutor(THREADS, "agents")
+            # Agents block in asyncio.to_thread. Calls that wait for one of its few threads would
+            # count as the time of their agents, until episodes are late.
             asyncio.get_running_loop().set_default_executor(self._threads)
         waiting: list[_EpisodeRun] = []
 

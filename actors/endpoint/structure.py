@@ -1,7 +1,7 @@
 """Structured output: schemas of answers and of calls as grammars; pure.
 
 A grammar is a structural tag of xgrammar, whose JSON schemas may use a part of the standard alone:
-what a grammar cannot express is refused, for an answer that breaks its schema helps nobody.
+what a grammar cannot express is refused, as an answer that breaks its schema is of no use.
 """
 
 import json

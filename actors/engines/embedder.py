@@ -66,9 +66,9 @@ class PackageEmbedder:
     def embed(self, texts: list[str]) -> np.ndarray:
         """Return float32[n, d] with rows of length 1 (0 for an empty text)."""
         vectors = np.zeros((len(texts), self.dimensions), np.float32)
-        told = [place for place, text in enumerate(texts) if text.strip()]
-        if told:
-            vectors[told] = self._encoded([texts[place] for place in told])
+        filled = [place for place, text in enumerate(texts) if text.strip()]
+        if filled:
+            vectors[filled] = self._encoded([texts[place] for place in filled])
         return vectors
 
     def _encoded(self, texts: list[str]) -> np.ndarray:

@@ -33,8 +33,8 @@ def check(config: Config, model: PreTrainedModel, tokenizer: PreTrainedTokenizer
     try:
         difference = asyncio.run(_difference(model, tokenizer))
     except Exception as error:  # of any kind, by code of transformers that was not made for it
-        said = " ".join(f"{type(error).__name__}: {error}".split())
-        raise ConfigError(refused + said) from error
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ConfigError(refused + reason) from error
     if not difference <= LARGEST[config.policy.decided_dtype]:
         other = f"its log-probs differ by {difference:.2g} from those that are trained"
         raise ConfigError(refused + other)

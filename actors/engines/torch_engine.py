@@ -265,6 +265,8 @@ class TorchEngine:
             return slots, np.ones(len(slots), np.int64)
         limit = self._prefill_tokens
         if math.isfinite(self._forward_s):
+            # A forward holds up the loop of the actor, and with it RENEW: a long one would cost the
+            # leases.
             limit = min(limit, max(LEAST_TOKENS, int(self._tokens_per_s * self._forward_s)))
         slots = choose_prefill(self._slots, behind, self._order, self._searching, limit)
         self._searching[slots] = False

@@ -223,6 +223,8 @@ class VllmCore:
             try:
                 # The first request asks for this, and would wait for ever if vLLM died meanwhile.
                 await while_alive(llm, llm.get_supported_tasks())
+                # CUDA graphs are captured by now. Calls of CUDA by the threads of a receiver would
+                # end a capture.
                 await while_alive(llm, llm.collective_rpc("open_channel"))
                 if self._received:
                     await self._restore(llm)

@@ -133,8 +133,8 @@ class VllmEngine:
                 self._open.set()
 
     async def score(self, tokens: list[int]) -> list[float]:
-        """Score the tokens as a prompt, without cached KV. Raise EngineLost if vLLM dies of it or
-        meanwhile: what can have killed it is not asked for again."""
+        """Score the tokens as a prompt, without cached KV. Raise EngineLost if vLLM dies meanwhile:
+        a request that may have killed it is not repeated."""
         from vllm import SamplingParams  # pyright: ignore[reportMissingImports]
         from vllm.inputs.engine import tokens_input  # pyright: ignore[reportMissingImports]
         from vllm.v1.engine.exceptions import (  # pyright: ignore[reportMissingImports]

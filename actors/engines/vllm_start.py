@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 EXTENSION = "actors.engines.vllm_weights.WorkerExtension"
 POLL_S = 0.2  # interval at which a call checks that vLLM is alive
 DEATH_POLLS = 15  # until a failed call counts as refused by a vLLM that lives
-# in a ValueError of vLLM, whose process that imports a model has ended: memory can be short
+# in vLLM's ValueError if its process that inspects a model has ended, as by lack of memory
 UNINSPECTED = "failed to be inspected"
 STREAM_INTERVAL = 8  # new tokens of a request between two outputs of vLLM
 ENVIRONMENT = {
@@ -162,7 +162,7 @@ async def while_alive(llm: "AsyncLLM", call: Coroutine[Any, Any, Any]) -> Any:
 
 
 async def _death(llm: "AsyncLLM") -> None:
-    """Wait for vLLM's word: a worker's death fails a call before vLLM knows that it has died."""
+    """Wait until vLLM has noticed the death of a worker, which fails a call before that."""
     for _ in range(DEATH_POLLS):
         if llm.errored:
             return

@@ -23,7 +23,7 @@ class EngineUsage:
         mm_cache_stats: Any = None,
         engine_idx: int = 0,
     ) -> None:
-        """Take in a step's statistics; vLLM calls this, with None for what it does not know."""
+        """Take in a step's statistics; vLLM calls this, with None for unknown values."""
         if scheduler_stats is not None:
             waits = scheduler_stats.num_waiting_reqs, scheduler_stats.num_skipped_waiting_reqs
             self.waiting, self.kv_use = sum(waits), scheduler_stats.kv_cache_usage

@@ -67,10 +67,10 @@ class EnvironmentFailure(Exception):
     kind: FailureKind = "environment"
 
     def __init__(self, name: str, where: str, doing: str, cause: BaseException) -> None:
-        said = f"{type(cause).__name__}: {cause}"
-        super().__init__(mask(f"{self.kind} {name}, {where}: {said}"))
+        reason = f"{type(cause).__name__}: {cause}"
+        super().__init__(mask(f"{self.kind} {name}, {where}: {reason}"))
         self.name = name
-        self.error = f"{doing}: {said}" if doing else said
+        self.error = f"{doing}: {reason}" if doing else reason
         self.cause = cause
 
 

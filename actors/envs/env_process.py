@@ -29,13 +29,13 @@ class EnvProcessEnded(RuntimeError):
 
 
 class EnvProcess(ChildProcess):
-    """One process. `held`: environments in it; `turn`: who may call, on the actor's loop."""
+    """One process. `held`: environments in it; `turn`: lock of its calls, on the actor's loop."""
 
     def __init__(self) -> None:
         super().__init__("actors.envs.env_main", LARGEST_REPLY)
         self.held = 0
         self.turn = asyncio.Lock()
-        self.end_reason = ""  # why it is of no use any more
+        self.end_reason = ""  # reason why it cannot be used any more
         self._lock = threading.Lock()  # a call whose caller has given up may still be in the pipe
         self._loaded: set[str] = set()
 

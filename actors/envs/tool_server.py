@@ -115,13 +115,13 @@ class ToolServer:
             finally:
                 await self.close()
 
-        with tempfile.TemporaryFile("w+", errors="replace") as said:
-            self._errors = said
+        with tempfile.TemporaryFile("w+", errors="replace") as stderr:
+            self._errors = stderr
             try:
                 asyncio.run(listed())
             except ToolServerError as error:
-                said.seek(0)
-                tail = " ".join(said.read().split())[-SHOWN_CHARS:]
+                stderr.seek(0)
+                tail = " ".join(stderr.read().split())[-SHOWN_CHARS:]
                 raise ConfigError(mask(f"{error}: {tail}" if tail else str(error))) from error
             finally:
                 self._errors = sys.__stderr__

@@ -84,7 +84,7 @@ class ExperienceService:
     def handle(self, peer: str, request: Request, now: float) -> list[Reply]:
         """Return the replies to one request, to be sent after the next `commit`.
 
-        That to a RETRIEVE is put into the returned list by `commit`.
+        The reply to a RETRIEVE is added to the returned list by `commit`.
         """
         match request:
             case messages.Retrieve():
@@ -280,8 +280,8 @@ def _built(
 ) -> ExperienceService | None:
     """Make the service as soon as its texts can be embedded; None if it is stopped before.
 
-    Until then episodes go unguided. An end of this process would use up its restarts instead, after
-    which they would do so for good.
+    Until then episodes go unguided. Ending this process instead would use up its restarts, and all
+    later episodes would go unguided.
     """
     failures = FailureCounts()
     while not stop.is_set():

@@ -149,11 +149,12 @@ class LessonExtractor:
         return texts if late else None
 
     def _since(self, query: str, now: float) -> float:
-        """Return since when this task is waited for; a wait ends for all who share it at once."""
+        """Return the time at which the wait for this task began; it ends for all its actors at
+        once."""
         for other, since in list(self._waiting.items()):
             if now - since < self._timeout_s:
                 break
-            del self._waiting[other]  # who began it has an answer by now, or is gone
+            del self._waiting[other]  # the actor that began it has its answer, or is gone
         return self._waiting.setdefault(query, now)
 
     def counters(self) -> dict[str, float]:

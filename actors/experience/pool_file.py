@@ -129,7 +129,7 @@ class Store:
     def drop_copies(self) -> int:
         """Delete the copies of damaged files; return their number.
 
-        What a source has contributed cannot be told apart in them.
+        The contributions of one source cannot be removed from them.
         """
         copies = [*self.path.parent.glob(f"{self.path.name}.damaged*")]
         for copy in copies:
@@ -137,7 +137,7 @@ class Store:
         return len(copies)
 
     def _leave_out_damaged(self) -> None:
-        """Delete the rows whose checksum is not theirs; the file is copied before.
+        """Delete the rows with a wrong checksum, after copying the file.
 
         Raise sqlite3.IntegrityError if a damaged row has become like another one: no index can be
         made of both.
@@ -304,6 +304,7 @@ def _open(path: Path) -> sqlite3.Connection:
     database = sqlite3.connect(path, check_same_thread=False, timeout=10.0)
     try:
         database.execute("PRAGMA journal_mode = WAL")
+        # With a write-ahead log a power cut then costs the newest commits, never the file.
         database.execute("PRAGMA synchronous = NORMAL")
         database.execute("PRAGMA secure_delete = ON")  # purged texts must not remain in the file
         (result,) = database.execute("PRAGMA quick_check").fetchone()

@@ -201,6 +201,7 @@ class Chat:
 
     def plain(self, text: str) -> str:
         """Change `text` so that nothing in it spells a special token or a marker of experience."""
+        # Repeated until nothing is found: replacing one name can spell another.
         text, found = encodable(text), True
         while found:
             found = False
@@ -248,8 +249,9 @@ class Chat:
         return self.behind(last, tokens) + self.tokens_of(prefix)
 
     def behind(self, last: int | None, tokens: list[int]) -> list[int]:
-        """Return the template's tokens behind a turn, whose own is `last`, without the one that
-        ends the turn if `last` has ended it: it must not end twice. Blanks before it go with it."""
+        """Return the template's tokens behind a turn with the last token `last`. If that has ended
+        the turn, the template's end token is left out, with the blanks before it: no turn ends
+        twice."""
         mark = self._mark(tokens)
         if last in self.stop_tokens and mark is not None and mark in (last, self._closing):
             return tokens[tokens.index(mark) + 1 :]
@@ -356,12 +358,12 @@ class Chat:
     def _decode(self, tokens: Iterable[int]) -> str:
         return self._tokenizer.decode(list(tokens), clean_up_tokenization_spaces=False)
 
-    def said(self, tokens: list[int], prefix: str) -> str:
+    def last_message(self, tokens: list[int], prefix: str) -> str:
         """Return the last message of the user in the result of `first` or `next`."""
         text = self._decode(tokens)
         text = text.removesuffix(prefix).removesuffix(self.opening)
-        _, found, said = text.rpartition(self.between)
-        return said if found else text.removeprefix(self._head)
+        _, found, message = text.rpartition(self.between)
+        return message if found else text.removeprefix(self._head)
 
     def _opening_text(self, system: str, user: str, before: Messages, tools: str) -> str:
         short = len(system) + len(user) + sum(len(text) for _, text in before) <= LONGEST

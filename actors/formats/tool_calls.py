@@ -1,7 +1,7 @@
 """Actions that are tool calls: their canonical text, and the two turn formats that write them.
 
 In both the answer is a call too, of the tool `answer`, so that an environment gets one form of
-action. Errors a policy can mend are told to it as what the tool said.
+action. Errors that a policy can mend are shown to it as the output of the tool.
 """
 
 import json
@@ -40,7 +40,7 @@ class WrittenCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class InvalidCall(NamedTuple):
-    """A call that cannot be carried out; `complaint` is told to the policy."""
+    """A call that cannot be carried out; `complaint` is shown to the policy."""
 
     complaint: str
 

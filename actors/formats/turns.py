@@ -1,7 +1,7 @@
 """Format of a turn: its prefix, its stop strings, its actions, and the text of their outcome.
 
-A format knows text only. What it costs when a turn cannot be read is the rollout's business. The
-formats whose actions are calls of tools are in `tool_calls.py` and `native_turns.py`.
+A format knows text only. Penalties for unreadable turns are up to the rollout. The formats whose
+actions are calls of tools are in `tool_calls.py` and `native_turns.py`.
 """
 
 import re

@@ -9,7 +9,6 @@ from actors.judge.own_judge import OwnJudge
 from actors.llm.endpoint_client import Endpoint
 from actors.llm.self_client import PolicyClient
 from evolver_async.config import Config, ConfigError
-from evolver_async.config.sections.agentevolver import UNAUDITED
 from evolver_async.extension import implementation, is_own
 
 
@@ -28,7 +27,7 @@ def make_judge(
         if not isinstance(judge, Judge):
             raise ConfigError(f"judge.kind: {kind} returned {type(judge).__name__}, not a Judge")
         judge = OwnJudge(judge, timeout_s_of(config), failures)
-    return AuditedJudge(judge, probes) if probes and kind not in UNAUDITED else judge
+    return AuditedJudge(judge, probes) if probes and config.judge.audited else judge
 
 
 def timeout_s_of(config: Config) -> float | None:

@@ -27,8 +27,8 @@ def idled(turns: Sequence[Turn], first: int) -> tuple[list[Turn], list[int]]:
     """Return the turns with idle ones among them, and the places of the idle ones.
 
     About every second turn from place `first` on gets one, by turns a repetition and a void turn.
-    Only turns with a visible effect get one: where observations do not change, nobody can see that
-    a turn is idle. No place is returned if there is no such turn.
+    Only turns with a visible effect get one: where observations do not change, no judge can see
+    that a turn is idle. No place is returned if there is no such turn.
     """
     effective = [
         place

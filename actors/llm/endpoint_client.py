@@ -165,6 +165,7 @@ class Endpoint:
             try:
                 return await self._call_within_limits(body, deadline - loop.time())
             except Unavailable as failure:
+                # Drawn from the content of the call: a rerun waits alike.
                 jitter = 0.5 + uniform(zlib.crc32(body), "pause", attempt)
                 pause_s = max(PAUSE_S * 2**attempt * jitter, failure.pause_s)
                 too_late = loop.time() + pause_s >= deadline or pause_s > LONGEST_PAUSE_S
@@ -251,6 +252,8 @@ class Endpoint:
         if text is None or (cut and not text):
             problem = f"the answer has no text, finish_reason {choice.finish_reason!r:.40}"
             problem = f"{problem}: {advice}" if cut else problem
+            # A model that reasons can use up max_tokens before it writes any text. Asked again it
+            # would do the same at full price, and the endpoint is not at fault.
             raise Unavailable("no_text", problem, retryable=False, endpoint_fault=False)
         if cut:
             if not self._counts["cut"]:

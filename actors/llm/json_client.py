@@ -53,8 +53,8 @@ class JsonClient:
                 self._endpoint.failed(problem)
                 log.info("%s", problem)
             again = f"{problem}. Answer again, with the JSON alone."
-            if said := answer.strip()[:TEXT_CHARS]:
-                chat.append({"role": "assistant", "content": said})
+            if reply := answer.strip()[:TEXT_CHARS]:
+                chat.append({"role": "assistant", "content": reply})
             chat.append({"role": "user", "content": again})
         return None
 

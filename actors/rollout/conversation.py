@@ -26,7 +26,7 @@ LEFT_OUT = "..."  # between the first message and a later one, where those betwe
 class _Past(NamedTuple):
     """A finished turn: the observation before it, its tokens, and the tokens that followed."""
 
-    told: str
+    observation: str
     written: list[int]
     after: list[int]
 
@@ -47,7 +47,7 @@ class Conversation:
         self._task = task
         self._room = room
         self._guidance: list[int] = []
-        self._told = opening.user
+        self._observation = opening.user
         self._first = self._asked(opening.user)
         self._turns: list[_Past] = []
         self._closed: list[Sequence] = []
@@ -100,8 +100,8 @@ class Conversation:
             after = chat.behind(last, chat.tokens_of(text))
         else:
             after = chat.next(text, setting.format.prefix, last)
-        self._turns.append(_Past(self._told, self._written, after))
-        self._told = text
+        self._turns.append(_Past(self._observation, self._written, after))
+        self._observation = text
         whole = setting.context == "full" or len(self._turns) <= setting.window
         if whole and len(self._stream.tokens) + len(after) <= self._room:
             self._stream.read(after, Role.OBSERVATION)
@@ -127,8 +127,8 @@ class Conversation:
         """Return the context of the next turn, with the last `count` turns, but not all, before
         it."""
         kept = self._turns[len(self._turns) - count :]
-        told = kept[0].told if kept else self._told
-        return self._context(f"{self._first}\n{LEFT_OUT}\n{told}", kept)
+        observation = kept[0].observation if kept else self._observation
+        return self._context(f"{self._first}\n{LEFT_OUT}\n{observation}", kept)
 
     def _context(self, user: str, kept: list[_Past]) -> Stream:
         chat, stream = self._setting.chat, Stream()

@@ -284,7 +284,7 @@ class Episode:
         valid = not flags & (TurnFlag.FORMAT_ERROR | TurnFlag.INVALID_ACTION)
         self.rewards.append(reward + (0.0 if valid else setting.format_penalty))
         self.flags.append(flags)
-        over = self.terminated or self.truncated  # nobody reads what would be told then
+        over = self.terminated or self.truncated  # the policy reads nothing after its last turn
         told = "" if over else setting.format.shown(outputs, valid, self.observation)
         if outputs:
             self.observation = outputs[-1] if self.tools is None else "\n".join(outputs)

@@ -100,7 +100,7 @@ def setting_of(
         max_reward=config.safety.max_reward,
         players=tuple(rollout.players),
         recorded=config.experience.kind != "none"
-        or config.judge.kind not in ("none", "rule")
+        or config.judge.audited
         or bool(config.reward.terms)
         or config.questioning.kind == "llm",
         hints=config.experience.top_k,

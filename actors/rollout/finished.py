@@ -21,7 +21,7 @@ class Finished:
     actions that the environment was given, in order; `tools`: specs of those that turns could call.
 
     `scores`: the environment's before the first turn and after each. These, the instructions, the
-    actions and the transcript are empty where nobody wants them.
+    actions and the transcript are empty where nothing reads them.
     """
 
     trajectory: Trajectory
@@ -113,5 +113,5 @@ def assembled(
         experience_ids=experience_ids,
         turns=turns,
     )
-    told = query, instructions, ending
-    return Finished(trajectory, transcript, *told, acted, tools, scores)
+    texts = query, instructions, ending
+    return Finished(trajectory, transcript, *texts, acted, tools, scores)

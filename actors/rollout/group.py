@@ -50,6 +50,7 @@ class LearnedPolicy(EpisodePolicy):
             stop_tokens=setting.chat.stop_tokens,
             stop_strings=setting.format.stop_strings,
             session=self._session,
+            # By the place of the turn, not by the order of requests: a serial run repeats it.
             seed=key(setting.seed, "sample", self._session, turn),
         )
         return await self.engine.generate(request)

@@ -116,7 +116,7 @@ def run(setup: dict[str, Any], control: int, answers: int, between: tuple[int, i
     relay = Relay({out: STDOUT, err: STDERR}, setup["output_bytes"], between, answers)
     status = watch(child, relay, began + setup["wall_s"], control)
     exits = end_all()
-    for fd in (out, err):  # nobody writes any more, so that this ends
+    for fd in (out, err):  # no writer is left, so this ends
         while relay.pass_on(fd):
             pass
         os.close(fd)
@@ -274,6 +274,8 @@ def main() -> None:
     between = os.pipe()
     setup["free"] = free_inodes()
     restore_home()
+    # Programs run in forks that share this memory. A collection in one would write to it, and so
+    # copy it.
     gc.freeze()
     write_message(answers, {"refused": ""})
     requests = select.poll()

@@ -50,7 +50,7 @@ class SandboxPool:
         for _ in range(size):
             self._free.put(None)
         self._size = size
-        self._whole = threading.Lock()  # who wants all interpreters at once, is alone in that
+        self._whole = threading.Lock()  # held by a call that takes all interpreters
 
     def run(self, source: str) -> Result:
         """Run a program; SandboxUnavailable if programs cannot be confined here."""

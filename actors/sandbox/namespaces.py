@@ -140,6 +140,7 @@ def shut_in(spec: dict[str, Any]) -> None:
         command = bubblewrap(spec)
         os.execve(command[0], command, {})
     give_up_rights(spec["user"])
+    # After the change of the user id, at which the kernel forgets it.
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     os.chdir("/tmp")
     os.execve(spec["command"][0], spec["command"], spec["variables"])

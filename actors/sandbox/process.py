@@ -133,6 +133,7 @@ class ConfinedInterpreter:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
+            # The variables of the actor can hold secrets.
             env={},
             start_new_session=True,
         )

@@ -53,7 +53,7 @@ class TriedTurn(NamedTuple):
         return plain(" , ".join(self.actions))
 
     @property
-    def told(self) -> str:
+    def outcome_text(self) -> str:
         return f"{self.shown} {self.ending}".strip() if self.ending else self.shown
 
     def outcome(self, chars: int) -> str:
@@ -152,11 +152,11 @@ def world_rows(state: BranchState, setting: Setting) -> list[Sequence]:
     rows = []
     for tried in (state.expert, *state.others):
         turn = chat.turn(style.render_actions(tried.actions), style.stop_strings)
-        before, said = chat.message(tried.told)
+        before, message = chat.message(tried.outcome_text)
         shown = [*state.context, *turn, *chat.behind(turn[-1], before)]
         room = setting.max_length - len(shown)
         if room > 0:
-            rows.append(_row(shown, said[:room], state.turn))
+            rows.append(_row(shown, message[:room], state.turn))
     return rows
 
 
@@ -280,11 +280,11 @@ async def _written(
     """Return the reasons that a model writes, one for every alternative; None without a model."""
     if reflector is None:
         return None
-    situation = setting.chat.said(state.context, setting.format.prefix)
+    situation = setting.chat.last_message(state.context, setting.format.prefix)
 
     async def write(other: TriedTurn) -> str | None:
-        expert = state.expert.words, state.expert.told
-        text = await reflector.reason(situation, expert, (other.words, other.told))
+        expert = state.expert.words, state.expert.outcome_text
+        text = await reflector.reason(situation, expert, (other.words, other.outcome_text))
         progress.count += 1
         return text
 

@@ -63,9 +63,9 @@ class ActorRequests:
     def lease(self, peer: str, request: Lease, now: float) -> Reply:
         """Grant tickets with at most `credit` members.
 
-        New groups are shared with the other actors that wait; a single actor gets the rest with its
-        next LEASE, as it gets tickets for which the reply has no room. Tickets of which the actor
-        does not know are vacant. Without credit the actor leaves, and all that it holds are.
+        New groups are shared with the other waiting actors. The rest comes with the next LEASE, as
+        do tickets that do not fit into the reply. Tickets that the actor does not know become
+        vacant. Without credit the actor leaves, and all its tickets become vacant.
         """
         if request.credit < 0 or request.generated < 0:
             return Reject(reason=f"credit, generated: {request.credit}, {request.generated}")
@@ -84,8 +84,12 @@ class ActorRequests:
             asking = {peer, *self.activity.asking(now, self.config.buffer.lease_s)}
             fresh = share(fresh, len(asking))
         tickets, size = [], 0
+        # Tickets carry their tasks, which can be large. A reply beyond the limit of a message would
+        # end the actor, and its successor would get the same one.
         while room > 0 and size < REPLY_BYTES:
             ticket = self._evaluate(peer) or self._reissue(peer, room, split=not tickets)
+            # Explorations and other groups take turns while the pool is empty: explorations that
+            # find no task would take all the room of the actors.
             if ticket is None and explores_first(self.config, self.store.state.tasks):
                 ticket = self._explore(peer, room)
             if ticket is None and fresh > 0:

@@ -80,10 +80,11 @@ class Arrivals:
         return reply
 
     def _problem(self, held: HeldGroup, trajectory: Trajectory) -> str | None:
-        """The reason for which this is not the member that was granted, None if it is."""
+        """Reason why this is not the member that was granted, None if it is."""
         owner = held.owners.get(trajectory.member)
         if owner is None:
             return f"member: {trajectory.member} is not one of group {held.group_id}"
+        # A lower attempt is accepted: its actor was slow, and the episode is as good.
         if trajectory.attempt > owner.attempt:
             return f"attempt: {trajectory.attempt}, the last one granted is {owner.attempt}"
         bound = self.max_rewards[held.stage]
@@ -94,7 +95,7 @@ class Arrivals:
             if size > bound * REWARD_ROUNDING:
                 return f"{name}: {size:g}, the largest that safety.max_reward allows is {bound:g}"
         expected = "scripted" if held.kind in SCRIPTED else "learned"
-        if trajectory.policy != expected and held.kind != "explore":  # whoever explores
+        if trajectory.policy != expected and held.kind != "explore":  # by either policy
             return f"policy: {trajectory.policy} in a {held.kind} group"
         forks = self.store.replay.at.forks
         for sequence in trajectory.sequences:

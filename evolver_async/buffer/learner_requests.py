@@ -195,7 +195,7 @@ class LearnerRequests:
         return Resumed(lineage=at.lineage, forks=forks)
 
     def _unknown(self, request: Resume) -> str:
-        """The reason for which the run cannot go on from the learner's state; "" if it can."""
+        """Reason why the run cannot go on from the learner's state; "" if it can."""
         at = self.store.replay.at
         if request.lineage < 0:
             return f"lineage: {request.lineage}"

@@ -26,7 +26,7 @@ TICKETS: dict[str, Literal["rollout", "demo", "branch"]] = {
 def numbers_of(config: Config, kind: str) -> StageNumbers:
     """Read the numbers of a stage of this kind from its configuration."""
     buffer, selection = config.buffer, config.selection
-    refills = selection.max_refills if selection.kind == "dynamic" else 0
+    refills = selection.max_refills if selection.facts.refills else 0
     return StageNumbers(
         kind=TICKETS[kind],
         group_size=config.rollout.group_size,

@@ -92,6 +92,8 @@ def save(
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)  # a full disk needs the room
         raise
+    # The rename is the commit: every file is on disk by now. Without the sync of the parent a power
+    # cut could lose the new name.
     temporary.rename(final)
     sync_directory(directory)
     _prune(directory, keep, lasting)
@@ -138,7 +140,7 @@ def resumable(directory: Path) -> list[tuple[Path, Manifest]]:
 def distinct(found: Iterable[tuple[Path, Manifest]]) -> list[tuple[Path, Manifest]]:
     """Without copies: of checkpoints of one step with the same files the newest, oldest first.
 
-    Every start and every end of a learner writes once more what it has; only its numbers differ.
+    Every start and every end of a learner writes a copy, which differs in its numbers alone.
     """
     last = {}
     for path, manifest in found:
@@ -165,9 +167,9 @@ def is_left(path: Path) -> bool:
 
 
 def leave(directory: Path, after: Path, newest: Path) -> None:
-    """Mark what lies between as left: `newest` is a copy of `after`, from which the run goes on.
+    """Mark the checkpoints between `after` and its copy `newest`, where the run goes on, as left.
 
-    A link to a checkpoint is removed: what it leads to may be of other runs as well.
+    A link is removed instead: its target may belong to other runs.
     """
     for serial, path in _by_serial(directory):
         if not serial_of(after) < serial < serial_of(newest):
@@ -298,8 +300,8 @@ def _describe(path: Path, touched: Path | None = None) -> File:
 
 
 def _prune(directory: Path, keep: int, lasting: Container[Path]) -> None:
-    """Keep the newest `keep` different ones to resume from, everything after the oldest of them,
-    and `lasting`. Of copies the newest is kept, with what was noted beside the others."""
+    """Keep the newest `keep` different resumable checkpoints, all after the oldest of these, and
+    `lasting`. Of copies the newest is kept; it gets the notes of the others."""
     found = resumable(directory)
     newest = distinct(found)[-keep:]
     oldest = serial_of(newest[0][0])
@@ -318,8 +320,8 @@ def _prune(directory: Path, keep: int, lasting: Container[Path]) -> None:
 
 
 def _delete(path: Path) -> None:
-    """Delete a checkpoint, its manifest first: what a kill leaves of it is none. Of a link nothing
-    but the link itself.
+    """Delete a checkpoint, its manifest first: a killed deletion leaves no valid one. A link is
+    only unlinked.
 
     One that cannot be deleted, as on NFS while a process reads it, is tried again after the next.
     """

@@ -104,7 +104,8 @@ def choose(directory: Path, run_id: str, step: int | str | None) -> Found:
 
 
 def go_back(directory: Path, source: Path, change: Callable[[dict[str, Any]], None]) -> Path:
-    """Make a copy of an earlier checkpoint the newest; those between are left, none is deleted.
+    """Make a copy of an earlier checkpoint the newest; those between are marked as left, none is
+    deleted.
 
     `change` gets the learner's numbers, which then also say that what was taken since is discarded.
     """
@@ -120,9 +121,10 @@ def go_back(directory: Path, source: Path, change: Callable[[dict[str, Any]], No
 
 
 def finish_going_back(directory: Path, newest: Found) -> None:
-    """Leave what a `go_back` that was killed after it had made `newest` had yet to leave.
+    """Finish a `go_back` that was killed after its copy, `newest`: mark the checkpoints between as
+    left.
 
-    Its steps are trained again, and nobody could tell their old checkpoints from the new ones.
+    Their steps are trained again, and the old checkpoints would pass for the new ones.
     """
     if not numbers(newest[0]).get("discard"):
         return
@@ -164,6 +166,7 @@ def copy(
         (made / STATE).unlink(missing_ok=True)  # else the link would be written through
         (made / STATE).write_text(json.dumps(state, indent=1))
 
+    # Going back deletes nothing: the user may change the choice.
     everything = [path for path, _ in checkpoint.valid(directory)]
     made = checkpoint.save(
         directory, state["take"], write, run_id=run_id, keep=1, lasting=everything

@@ -67,7 +67,7 @@ def status(args: argparse.Namespace) -> int:
 
 
 def _no_buffer(run_dir: Path, kind: str) -> str:
-    """Return the reason for which no buffer of a launched run can answer; "" if one can.
+    """Return the reason why no buffer of a launched run can answer; "" if one can.
 
     `kind` is that of its launcher. A run of rerun, and one that was never launched,
     have no reason: `address_of` refuses them.

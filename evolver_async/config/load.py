@@ -187,8 +187,8 @@ def _rolled_back(stage: Config, rollbacks: int) -> Config:
     safety = stage.safety
     refuse_whole_stage(safety.rollback)
     changed = merge.override(stage, safety.rollback)
-    dynamic = "dynamic" in (stage.selection.kind, changed.selection.kind)
-    if dynamic and stage.selection != changed.selection:
+    refills = stage.selection.facts.refills or changed.selection.facts.refills
+    if refills and stage.selection != changed.selection:
         raise ConfigError("selection: dynamic selection belongs to the whole stage")
     rate = changed.learner.lr * safety.rollback_lr**rollbacks
     return replace(changed, learner=replace(changed.learner, lr=rate))

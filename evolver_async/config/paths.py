@@ -10,7 +10,6 @@ from evolver_async.config.effective.changes import value_of, with_values
 from evolver_async.config.scopes import named
 from evolver_async.config.secrets import reveal
 from evolver_async.config.sections import Config
-from evolver_async.config.sections.agentevolver import EMBEDDERS
 from evolver_async.config.sections.run import RunName
 from evolver_async.config.shape import GGUF
 from evolver_async.config.values.config_error import ConfigError
@@ -61,9 +60,8 @@ def embeds_by_model(config: Config) -> bool:
 def check_paths(config: Config) -> None:
     """Raise ConfigError for a path of the configuration that is missing or not writable."""
     _check_policy(config)
-    embedder = config.experience.embedder
-    named = embedder in EMBEDDERS or is_own(embedder)
-    if embeds_by_model(config) and not (named or Path(embedder).is_dir()):
+    embedder, loads = config.experience.embedder, config.experience.loads_embedder
+    if embeds_by_model(config) and loads and not Path(embedder).is_dir():
         known = "hash, endpoint, a directory nor package.module:function"
         raise ConfigError(f"experience.embedder: {embedder} is neither {known}")
     if not Path(config.weights.dir).is_dir():

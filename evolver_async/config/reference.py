@@ -13,6 +13,7 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
+from evolver_async.config.kinds import BOUNDS, CORRECTIONS, KINDS
 from evolver_async.config.scopes import declared
 from evolver_async.config.sections import Config
 from evolver_async.config.sections.run import StageConfig
@@ -57,13 +58,37 @@ def _rows(section: Any, prefix: str) -> list[str]:
         shown = '""' if value == "" else str(value).lower() if isinstance(value, bool) else value
         allowed = str(rule(annotation) or "").removeprefix("one of ")
         _, scope = declared(re.split(r"\.|\[", f"{prefix}{name}"))
-        texts = map(_escaped, (allowed, str(scope), comments[name]))
+        text = _of_kinds(prefix, name) + comments[name] + _open_values(prefix, name)
+        texts = map(_escaped, (allowed, str(scope), text))
         rows.append(f"| {' | '.join((f'`{prefix}{name}`', f'`{shown}`', *texts))} |")
         item = item_kind(annotation)
         if isinstance(item, type) and is_dataclass(item):
             place = ".NAME" if isinstance(value, dict) else "[i]"
             rows += _rows(item(), f"{prefix}{name}{place}.")
     return rows
+
+
+def _of_kinds(prefix: str, name: str) -> str:
+    """Return the kinds that read a key, "" if all do."""
+    kinds = KINDS.get(prefix.removesuffix("."), {}).items()
+    reading = ", ".join(kind for kind, facts in kinds if name in facts.reads)
+    return f"{reading}: " if reading else ""
+
+
+def _open_values(prefix: str, name: str) -> str:
+    """Return what a key left open stands for, by kind of correction; "" for another key."""
+    if f"{prefix}{name}" == "correction.level":
+        kinds = (kind for kind, facts in CORRECTIONS.items() if name in facts.reads)
+        return f"; auto: {', '.join(f'{CORRECTIONS[kind].level} for {kind}' for kind in kinds)}"
+    found = f"; -1: {BOUNDS[name]:g}" if name in BOUNDS else ""
+    for kind, facts in CORRECTIONS.items():
+        for case, bounds in facts.bounds.items():
+            found += (
+                f", {' '.join(filter(None, (kind, case)))} {bounds[name]:g}"
+                if name in bounds
+                else ""
+            )
+    return found
 
 
 def _escaped(text: str) -> str:

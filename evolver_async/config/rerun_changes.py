@@ -11,7 +11,6 @@ from typing import Any
 from evolver_async.config.load import stage_config
 from evolver_async.config.scopes import declared
 from evolver_async.config.sections import Config
-from evolver_async.config.sections.learner import WITH_CRITIC
 from evolver_async.config.values.config_error import ConfigError
 from evolver_async.config.values.rules import Scope
 
@@ -26,12 +25,12 @@ def refuse_data_changes(before: Config, after: Config) -> None:
             )
     for index in range(len(before.stages)):
         old, new = stage_config(before, index), stage_config(after, index)
-        if new.selection.kind == "dynamic" != old.selection.kind:
+        if new.selection.facts.refills and not old.selection.facts.refills:
             raise ConfigError(
                 "selection.kind: cannot become dynamic in a rerun: the buffer would have refilled"
                 " the steps with other groups; spread and min_p drop equal rewards as well"
             )
-        if old.critic.kind != new.critic.kind and old.advantage.kind in WITH_CRITIC:
+        if old.critic.kind != new.critic.kind and old.advantage.facts.critic:
             raise ConfigError(
                 f"critic.kind: cannot change in a rerun: the run's critic is {old.critic.kind}"
             )

@@ -133,8 +133,8 @@ def show_recipe(console: Console, config: Config, recipe: Path, dotlist: Sequenc
     results = LazyResults(run_probes(probes))
     rows = [_of_capability(row, results[row.probe]) for row in CAPABILITIES if row.always]
     rows += requirements(config, results)
-    said = {row.key for row in rows if row.met is False}
-    rows += [row for row in _of_start(results["recipe"]) if row.key not in said]
+    listed = {row.key for row in rows if row.met is False}
+    rows += [row for row in _of_start(results["recipe"]) if row.key not in listed]
     console.print(recipe_table(recipe, rows))
     if (shape := shape_of(config)) is not None:
         gpus = uses_gpu(config.learner.device), uses_gpu(config.engine.device)

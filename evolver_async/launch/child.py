@@ -146,7 +146,7 @@ class Spawner(ABC):
         return False
 
     def lost(self, handle: Handle) -> bool:
-        """True if a process ended because its host is gone, for which it is not to blame."""
+        """True if a process ended with its host, which uses none of its restarts."""
         return False
 
     def start(self, role: str, name: str, incarnation: int, rank: int = 0) -> Handle:
@@ -202,12 +202,12 @@ class Spawner(ABC):
 
 
 def innermost(lines: list[str]) -> str:
-    """Return the last line that says something, without the frame of an exception group.
+    """Return the last informative line, without the frame of an exception group.
 
     A warning of Python's, as its exit gives for memory that a dead process has left, says nothing.
     """
-    said = (line.strip().lstrip(FRAME) for line in reversed(lines))
-    return next((line for line in said if line and not WARNING.search(line)), "")
+    stripped = (line.strip().lstrip(FRAME) for line in reversed(lines))
+    return next((line for line in stripped if line and not WARNING.search(line)), "")
 
 
 @dataclass
@@ -255,6 +255,7 @@ class LocalSpawner(Spawner):
             with open(self.log_file(name), "ab") as output:
                 return subprocess.Popen(
                     command,
+                    # Ctrl-C reaches the launcher alone, which ends its children in order.
                     start_new_session=True,
                     stdin=subprocess.DEVNULL,
                     stdout=output,

@@ -272,7 +272,7 @@ def _prepare_apart(run_dir: Path) -> None:
         cause = "; most likely memory ran out, see dmesg" if name == "SIGKILL" else ""
         raise ConfigError(f"{UNPREPARED}: the process was killed by {name}{cause}")
     if done.returncode == USER_ERROR:
-        said = last_error(log_file) or last_lines(log_file, 1)
-        raise ConfigError(said.partition("\n")[0])
+        reason = last_error(log_file) or last_lines(log_file, 1)
+        raise ConfigError(reason.partition("\n")[0])
     if done.returncode != 0:
         raise ConfigError(f"{UNPREPARED}: {last_lines(log_file, 1)}")

@@ -25,7 +25,7 @@ from evolver_async.memory.units import gib
 from evolver_async.process.processors import processors
 
 FILE = "pace.json"
-LONG_STEP_S = 20.0  # from which on a step asks for less
+LONG_STEP_S = 20.0  # for a longer step shorter ones are proposed
 SAVED = 0.75  # share of the present step below which adapters are proposed
 
 

@@ -38,7 +38,7 @@ from evolver_async.launch.creation import (
 from evolver_async.launch.run_directory import ACTORS, CREATING, PAUSED, config_of, origin_of
 from evolver_async.launch.start_checks import check_start
 
-RISE = 1.01  # of a learning rate, from which on it is told
+RISE = 1.01  # factor by which a learning rate must rise to be reported
 CRITIC = "critic."  # beginning of the names of a critic's files in a checkpoint, and of its keys
 
 
@@ -185,11 +185,12 @@ def check_continues(run_dir: Path, before: Config, after: Config, state: dict[st
 
 
 def raised_rate(before: Config, after: Config, run_dir: Path) -> list[str]:
-    """Tell of a learning rate that rises, as the stage in training has other steps than `before`.
+    """Describe a learning rate that rises because the stage in training has other steps than
+    `before`.
 
-    Only the changed schedule is told, not a change of the section `learner`, which was asked for.
-    The run continues from its newest checkpoint. It keeps the changed steps: a decay to their end
-    is what a stage of that many steps has.
+    Only a changed schedule is reported, not a requested change of the section `learner`. The run
+    continues from its newest checkpoint. It keeps the changed steps: a decay to their end is what a
+    stage of that many steps has.
     """
     found = resumable(run_dir / "checkpoints")
     state = history.numbers(found[-1][0]) if found else {}

@@ -35,45 +35,45 @@ class ActorScaling:
         self.actors = config.actors
         self.controller = WaitController(config.actors, Tail(run_dir / "metrics.jsonl"))
         self.count = config.actors.count
-        self.said = AUTO
+        self.asked = AUTO
         self.refused = ""  # content of the file that is no number of actors
 
     def wanted(self, now: float) -> int:
         """Return the wanted number at the time `now` in seconds."""
-        said = self._said()
-        if said != AUTO:
-            count = int(said)
-        elif self.said != AUTO and self.actors.adjustable:
+        asked = self._asked()
+        if asked != AUTO:
+            count = int(asked)
+        elif self.asked != AUTO and self.actors.adjustable:
             count = self.count  # the controller goes on from there
             self.controller.begin(now)
-        elif self.said != AUTO:
+        elif self.asked != AUTO:
             count, self.controller.cause = self.actors.count, "actors.count"
         else:
             count = self.controller.wanted(self.count, now)
         if count != self.count:
-            cause = "evolver-async scale" if said != AUTO else self.controller.cause
+            cause = "evolver-async scale" if asked != AUTO else self.controller.cause
             log.info("actors: %d, before %d (%s)", count, self.count, cause)
-        self.count, self.said = count, said
+        self.count, self.asked = count, asked
         return count
 
-    def _said(self) -> str:
-        """Return what the file says; `auto` without one, and what it said before if it is none."""
+    def _asked(self) -> str:
+        """Return what the file says; `auto` without one, and what it asked before if it is none."""
         if not self.file.exists():
             return AUTO
-        said = self.file.read_text(encoding="utf-8", errors="replace").strip()
-        if said == AUTO or (COUNT.fullmatch(said) and int(said)):
+        asked = self.file.read_text(encoding="utf-8", errors="replace").strip()
+        if asked == AUTO or (COUNT.fullmatch(asked) and int(asked)):
             self.refused = ""
-            return said
-        if said != self.refused:
-            log.error("%s: must be a number from 1 or %s, is %r", self.file, AUTO, said[:80])
-            self.refused = said
-        return self.said
+            return asked
+        if asked != self.refused:
+            log.error("%s: must be a number from 1 or %s, is %r", self.file, AUTO, asked[:80])
+            self.refused = asked
+        return self.asked
 
 
 def running_actors(launcher: int) -> int:
     """Return how many actors a launcher of this host has started that still run.
 
-    `launcher`: its pid. 0 if that cannot be told, as in another container.
+    `launcher`: its pid. 0 if that is unknown, as in another container.
     """
     found = 0
     with contextlib.suppress(psutil.Error):

@@ -48,7 +48,7 @@ from evolver_async.wire.dealer import DealerClient
 from evolver_async.wire.messages import StatusRequest
 
 POLL_S = 0.1
-SILENT_S = 60.0  # until the buffer's silence is said again, doubled each time
+SILENT_S = 60.0  # between two warnings of a silent buffer, doubled each time
 SILENT_LIMIT_S = 960.0
 STANDSTILL_S = 60.0  # between two questions, past which this process itself was stopped
 BUSY_S = 0.2  # of a processor between two questions: a buffer that computes does not hang
@@ -60,7 +60,7 @@ FULL_PAUSE_S = 5.0  # until a process that found no room is started again
 WAITING = (DISK_FULL, UNPLACED)  # exit codes after which a process is started as often as needed
 HURRY_S = 3.0  # for a role to end where all of its processes are about to be killed
 LATE_S = 2.0  # for an answer of the buffer while the run goes on
-LONGEST_STEPS = 3  # for which a stopped learner may compute
+LONGEST_STEPS = 3  # a stopped learner may compute for so many of its longest steps
 STILL_S = 10.0  # without a sign of work, several beats
 COMPUTES_S = 300.0  # at least, as its longest step may not be known yet
 LOOK_S = 2.0  # between two questions for the computations of a stopped learner
@@ -98,11 +98,12 @@ class Supervisor:
         self.drained = ""  # the child whose node is drained and that has no other: the run ends
         self.hurries = False  # only the learner may take its time to end
         self.room_due = 0.0  # time at which the next actor makes room for a learner
+        # Higher than those of all earlier launches: a process of one that still runs is fenced.
         self.first_incarnation = announce(run_dir, spawner.address) * INCARNATIONS
         self.scaling = ActorScaling(config, run_dir)
         self.incarnations: dict[str, int] = {}  # the newest of every name
         self.answered = self.asked = 0.0  # times of the buffer's last answer and of the last look
-        self.silent_due = 0.0  # time at which its silence is said next
+        self.silent_due = 0.0  # time of the next warning of its silence
         self.silent_pause_s = SILENT_S
         self.alerted = -math.inf  # time of the last alert of that
         self.hung: dict[str, int] = {}  # incarnations of those found hung at the last look
@@ -180,7 +181,7 @@ class Supervisor:
     def ask_buffer(self, now: float) -> None:
         """Say if the buffer has not answered for `buffer.warn_s`, and again after growing pauses.
 
-        Nothing else tells of a buffer that is stopped: it is the one that names stalls.
+        Nothing else reports a stopped buffer: stalls are reported by the buffer itself.
         """
         warn_s = self.config.buffer.warn_s
         if now - self.asked < max(1.0, warn_s / 5):
@@ -293,8 +294,8 @@ class Supervisor:
     def beside(self, waiting: list[Handle], actors: list[Child], now: float) -> list[str]:
         """Return the names of the actors that may stay while a learner waits for its place.
 
-        No actor is of use without it: those without a place give up theirs in the queue, and one
-        after the other makes room where the learner may run.
+        Actors are of no use without it: those without a place leave the queue, and the others make
+        room where the learner may run, one after the other.
         """
         placed = [one for one in actors if one.process.pid]
         if now >= self.room_due and not any(one.leaves_by is not None for one in placed):
@@ -360,6 +361,8 @@ class Supervisor:
                 log.warning(
                     "the node of %s is drained: the run ends and can be resumed", child.name
                 )
+                # No signal is noted here: the scheduler sends SIGTERM with the drain, and as a
+                # second signal it would kill the learner before its checkpoint.
                 self.drained = child.name
                 return
             for process in child.processes:
@@ -426,6 +429,8 @@ class Supervisor:
 
     def end(self) -> None:
         """End every child by handle, role after role; each role has its own time."""
+        # The order of the data, backwards: the last DONE and the last episodes need a buffer that
+        # answers.
         for role in ("learner", "actor", "experience", "buffer"):
             running = [p for child in self.children if child.role == role for p in child.processes]
             for process in running:
@@ -442,7 +447,7 @@ class Supervisor:
         """Return when these have ended, at their deadline, or at the second signal.
 
         The deadline is `launch.drain_s` from now, or from the last progress of a learner: of its
-        checkpoint, or of its computations, for which it has a multiple of its longest step.
+        checkpoint, or of its computations, which may take a multiple of its longest step.
         """
         began, drain_s, warned = time.monotonic(), self.config.launch.drain_s, False
         if self.hurries and role != "learner":

@@ -10,7 +10,6 @@ from evolver_async.config import Config, merge
 from evolver_async.memory.units import DTYPE_BYTES
 
 MASTER_BYTES = 16  # of a trained parameter: float32 value and gradient, two moments of Adam
-CRITICS = ("gae", "gae_bilevel", "vtrace")
 MAX_COPIED = 1 << 28  # parameters of a model whose linear weights an engine on a CPU copies, merged
 KEPT_HIDDEN = 4  # least number of activations of hidden size that a layer keeps
 KEPT_INNER = 3  # and of activations of the size of its MLP
@@ -70,7 +69,7 @@ def training_bytes(config: Config, shape: Shape) -> int:
         stage = merge.override(config, written.override)
         rl = written.kind == "rl"
         reference |= written.kind == "dpo" or (rl and stage.loss.kl_coef > 0)
-        separate |= rl and stage.advantage.kind in CRITICS and config.critic.kind == "separate"
+        separate |= rl and stage.advantage.facts.critic and config.critic.kind == "separate"
         most = max(most, _held_bytes(config, shape, reference=reference, separate=separate))
     return most
 

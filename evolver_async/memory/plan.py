@@ -13,11 +13,9 @@ from pathlib import Path
 
 from evolver_async.config import Config
 from evolver_async.config.load import stage_config
-from evolver_async.config.sections.agentevolver import EMBEDDERS
 from evolver_async.config.sections.weight_channel import channel, versions_kept
 from evolver_async.config.shape import DecoderShape
-from evolver_async.extension import is_own
-from evolver_async.memory.bounds import CRITICS, MAX_COPIED
+from evolver_async.memory.bounds import MAX_COPIED
 from evolver_async.memory.units import DTYPE_BYTES, FLOAT, MIB, stored
 from evolver_async.memory.vllm_limits import cpu_kv_bytes
 
@@ -26,7 +24,7 @@ PREFILL = "prefill"  # held while an engine computes: in a serial run one at a t
 MERGED = "merged weights"  # of an engine on a CPU
 LOADING = "weights on their way to the GPU"  # likewise, while an engine begins
 
-# Anonymous memory of a process before its model, in bytes: see RESULTS.md, "Memory, predicted".
+# Anonymous memory of a process before its model, in bytes: docs/findings.md, "Memory, predicted".
 BASES = {
     "learner": 290 * MIB,
     "actor": 290 * MIB,
@@ -170,7 +168,7 @@ def _learner(
     if any(stage.loss.kl_coef > 0 for stage in rl) or "dpo" in _kinds(config):
         shares = adapted and ranks == 1
         yield MemoryPart("KL reference", 0 if shares else copy / ranks, "loss.kl_coef", gpu)
-    if any(stage.advantage.kind in CRITICS for stage in rl):
+    if any(stage.advantage.facts.critic for stage in rl):
         yield MemoryPart("critic", _critic(config, shape), "critic.kind", gpu)
     largest = max(stages, key=lambda stage: stage.learner.token_budget)
     yield MemoryPart("activations", activation_bytes(largest, shape), "learner.token_budget", gpu)
@@ -246,7 +244,7 @@ def _experience(config: Config) -> Iterable[MemoryPart]:
 
 def _embedder(config: Config) -> list[MemoryPart]:
     """Weights of the model that embeds texts; none for n-grams, endpoints and functions."""
-    if config.experience.embedder in EMBEDDERS or is_own(config.experience.embedder):
+    if not config.experience.loads_embedder:
         return []
     found = Path(config.experience.embedder)
     files = [*found.glob("*.safetensors")] or [*found.glob("pytorch_model*.bin")]

@@ -23,7 +23,7 @@ from evolver_async.metrics.tail import append_row
 SYSTEM = "system.jsonl"
 PERIOD_S = 15.0  # between two samples of a process
 FIRST_S = 1.0  # until the first one
-ACTORS_PER_S = 4  # whose gauges are recorded; all those of 1,000 actors are 8 GB in a week
+ACTORS_PER_S = 4  # actors whose gauges are recorded; all of 1,000 actors would be 8 GB in a week
 PROCESS = ("rss_bytes", "children_bytes", "cpu_share")
 HOST = ("host_cpu_share", "host_memory_share")
 NAMES = frozenset((*PROCESS, *HOST))

@@ -45,6 +45,7 @@ class Tail:
                     content += file.readline()
         except FileNotFoundError:
             return []
+        # The writer may be within the last line.
         complete = content[: content.rfind(b"\n") + 1]
         found = [row_of(line) for line in complete.split(b"\n")[:-1]]
         if missing := [number for number, row in enumerate(found, self.lines + 1) if row is None]:

@@ -45,6 +45,7 @@ class JsonlWriter:
                 if line.endswith(b"\n"):
                     end += len(line)
                     self.count += row_of(line) is not None
+        # The next row would continue a torn line, and be lost with it.
         self.file.truncate(end)
 
     def write(self, row: Mapping[str, Any]) -> None:

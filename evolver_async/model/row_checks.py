@@ -24,8 +24,8 @@ def check_packing(model: PreTrainedModel) -> None:
     try:
         packed_1TD = hidden_states(model, tokens_1T, Borders.of(lengths, model.device)).float()
     except Exception as error:  # of any kind: attention of its own takes no packed rows
-        said = " ".join(str(error).split())
-        raise ModelError(f"{refused} cannot run packed rows: {said}") from error
+        reason = " ".join(str(error).split())
+        raise ModelError(f"{refused} cannot run packed rows: {reason}") from error
     difference = float((packed_1TD - alone_1TD).norm() / alone_1TD.norm())
     exact = model.dtype == torch.float32 and not is_short(model)
     if not difference <= (TOLERANCE if exact else SHORT_TOLERANCE):

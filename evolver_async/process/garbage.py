@@ -1,4 +1,4 @@
-"""Memory of a process: collections that do not traverse what stays, and freed memory given back."""
+"""Memory of a process: garbage collection without permanent objects, return of freed memory."""
 
 import ctypes
 import gc
@@ -12,7 +12,7 @@ TRIM_S = 60.0  # between two returns of freed memory, which cost about 0.1 s eac
 
 @contextmanager
 def permanent_imports() -> Iterator[None]:
-    """Keep the collector away from all that exists when the block ends, modules above all.
+    """Exempt all objects that exist when the block ends, above all modules, from collection.
 
     Torch and transformers are a million objects. Traversing them again and again while they are
     imported, and at the end of the process, costs two fifths of an actor's start and end.
@@ -42,7 +42,7 @@ def give_back_memory() -> None:
     """Return freed memory to the kernel from now on, every TRIM_S seconds, by a thread.
 
     With the thresholds of `launch.child` glibc keeps it, as the next step needs as much again; but
-    what one long step has needed, no other one may need.
+    a long step can have needed more than any other one will.
     """
     if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:  # glibc has it
         threading.Thread(target=_trim_often, args=(trim,), name="trim", daemon=True).start()

@@ -71,6 +71,8 @@ def claim(directory: Path) -> Claim:
         locks = []
         try:
             locks = [_lock(directory / LOCK, os.O_CREAT)]
+            # A sweep can remove the file between its opening and its lock. A lock on a file without
+            # a name excludes nothing.
             if not os.path.samestat(os.fstat(locks[0]), (directory / LOCK).stat()):
                 raise FileNotFoundError(f"{directory / LOCK}: was replaced")
         except BlockingIOError:
@@ -128,7 +130,7 @@ def _sweep(directory: Path) -> None:
     """Remove a directory of this user, unless it is locked, or young and without owner."""
     owner = owner_of(directory)
     if not owner and _is_young(directory):
-        return  # somebody may be about to lock it
+        return  # its maker may be about to lock it
     words = "%s: is not removed, as it cannot be locked (%s); its owner is on host %s"
     if _is_elsewhere(owner) and mount_of(directory.lstat().st_dev).locks_are_local:
         log.warning(words, directory, "locks of other hosts may not be seen here", owner["host"])

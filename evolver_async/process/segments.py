@@ -1,7 +1,7 @@
 """Segments of shared memory that vLLM's processes map: a kill leaves them, and some ends do, too.
 
-Their names are written into the private directory of the process that has started vLLM, so that
-whoever sweeps that directory removes them.
+Their names are written into the private directory of the process that has started vLLM, and a sweep
+of that directory removes them.
 """
 
 import os

@@ -61,8 +61,8 @@ def run_process(
 ) -> int:
     """Run a role's main function, which `load_main` imports, as this process.
 
-    Errors are logged and give an exit code from 1 to 3; so does a `sys.exit` of code that is not
-    ours, whose code 0 would say that the work is done.
+    Errors are logged and give an exit code from 1 to 3. So does a `sys.exit` in a user's code: its
+    code 0 would mean that the work is done.
     """
     set_up_logging(log_file, logging.ERROR)
     if args.parent_pid is not None:
@@ -100,7 +100,7 @@ def prepare_process() -> None:
 
 
 def except_loopback() -> None:
-    """Except this host from a proxy that the environment names, as programs may not.
+    """Exclude this host from the proxies of the environment.
 
     Agents call the endpoint of their actor by HTTP, which no proxy can reach.
     """
@@ -120,6 +120,8 @@ def raise_file_limit() -> None:
     actor needs files for the agents that it plays, a launcher for those that scrape it.
     """
     least, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    # The hard limit can be 2**30 in a container. Programs that close every possible descriptor
+    # before they start would stand still.
     wanted = max(least, min(most, MOST_FILES))
     resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
 
@@ -151,7 +153,7 @@ class LogFile(logging.FileHandler):
     is emptied and not renamed: the stderr of its process appends to it as well.
     """
 
-    _failed = _told = False
+    _failed = _warned = False
 
     def __init__(self, path: Path, *, limit_bytes: int = LOG_BYTES) -> None:
         super().__init__(path, encoding="utf-8")
@@ -160,7 +162,7 @@ class LogFile(logging.FileHandler):
     def emit(self, record: logging.LogRecord) -> None:
         self._failed = False
         super().emit(record)
-        self._told = self._failed
+        self._warned = self._failed
         with suppress(OSError):  # a full disk, or the file is gone
             if (size := os.stat(self.baseFilename).st_size) > self._limit:
                 self._begin_anew(size)
@@ -177,14 +179,14 @@ class LogFile(logging.FileHandler):
             super().handleError(record)
             return
         self._failed = True
-        if not self._told:
+        if not self._warned:
             with suppress(OSError):
                 say(f"{self.baseFilename}: cannot be written: {error.strerror}", file=sys.stderr)
 
 
 class _Masked(logging.Formatter):
-    """Formatter that masks the environment's secrets in lines and tracebacks, and keeps terminals
-    from obeying what others wrote into them; times are in UTC."""
+    """Formatter that masks the environment's secrets and makes control characters harmless, in
+    lines and tracebacks; times are in UTC."""
 
     def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:
         return utc(record.created)

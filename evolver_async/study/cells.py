@@ -101,8 +101,8 @@ def configs_of(definition: Definition, recipe: Path, cells: Sequence[Cell]) -> d
                 raise ConfigError(f"{text.partition('=')[0]}: is set by the study itself")
         with _named(cell.name, len(cells)):
             config = with_absolute_paths(load(recipe, texts))
-            said = any(text.startswith("buffer.archive=") for text in texts)
-            if config.buffer.archive == "none" and not said:
+            is_set = any(text.startswith("buffer.archive=") for text in texts)
+            if config.buffer.archive == "none" and not is_set:
                 config = replace(config, buffer=replace(config.buffer, archive="all"))
         configs[cell.name] = config
     return configs

@@ -1,4 +1,4 @@
-"""Comparison of given runs as a study that nobody wrote: its cells follow from configurations.
+"""Comparison of given runs as a study without a definition: its cells follow from configurations.
 
 Runs that differ in their seed alone are one cell. The keys that differ are the swept ones, unless
 they are many or a seed comes twice; then every run is a cell of its own.

@@ -116,7 +116,7 @@ def plan(
     whole = RerunPlan(results, 0, 0, 0, None, None, None)
     if not whole.line:
         raise ConfigError(
-            results.missing or f"{results.path}: its journal tells of no complete step yet"
+            results.missing or f"{results.path}: its journal has no complete step yet"
         )
     first, last = _bounds(whole, steps)
     start, begin = _start(whole, first)

@@ -70,7 +70,7 @@ class Scheduler:
         self.signals: list[int] = []
         self.forwarded = 0  # signals that the children have got
         self.children: list[RunningCell] = []
-        self.stopped: set[str] = set()  # runs that were stopped by somebody else
+        self.stopped: set[str] = set()  # runs that were stopped from outside
 
     def run(self) -> bool:
         """Run everything that is left; return False if a signal stopped it."""
@@ -178,11 +178,11 @@ class Scheduler:
         state, reason = ended(run.directory)
         last = last_lines(log_file(self.study.out, run), SEARCHED_LINES).splitlines()
         lines = [line.strip(" |+-") for line in last if line.strip(" |+-")]
-        said = reason if state == "failed" else "".join(lines[-1:])
-        if said.startswith("ExceptionGroup") and lines:
-            said = lines[-1]  # the exception in the group
+        cause = reason if state == "failed" else "".join(lines[-1:])
+        if cause.startswith("ExceptionGroup") and lines:
+            cause = lines[-1]  # the exception in the group
         how = f"train {ending(code)}"
-        return f"{how}: {said.removeprefix('evolver-async: ')}" if said else how
+        return f"{how}: {cause.removeprefix('evolver-async: ')}" if cause else how
 
 
 def forget_failures(study: Study) -> None:

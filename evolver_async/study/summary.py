@@ -279,11 +279,11 @@ def shown_reach(value: Reach) -> str:
         found = interval(value.amounts)
         mean = amount_text(found.mean)
         return mean if found.half is None else f"{mean} ± {amount_text(found.half)}"
-    said = f"not reached ({value.censored} of {count} seeds)"
+    unreached = f"not reached ({value.censored} of {count} seeds)"
     if 2 * value.censored < count:
         infinite = [float("inf")] * value.censored
-        return f"{said}, median {amount_text(median([*value.amounts, *infinite]))}"
-    return said
+        return f"{unreached}, median {amount_text(median([*value.amounts, *infinite]))}"
+    return unreached
 
 
 def amount_text(amount: float) -> str:

@@ -101,6 +101,8 @@ class IpcPublisher:
         self.directory = Path(directory)
         self.address = str(directory)
         self.keep = keep
+        # Two locks: the launcher may hold the outer directory, and would hide that a learner died.
+        # Its actors must notice, as the handles of its memory die with it.
         self._claims = [claim(self.directory), claim(self.directory / ALIVE)]
         for path in self.directory.glob(f"{SLOT}*"):
             path.unlink()  # of a publisher that died, and its memory with it
@@ -202,6 +204,7 @@ class IpcReceiver:
             if slot.weights != weights:
                 continue
             entries = {name: msgspec.structs.asdict(entry) for name, entry in slot.tensors.items()}
+            # Copied first, then looked up again: the slot can be filled anew in between.
             bytes_N = self._mapped(path.name, slot).clone()
             totals = _totals(bytes_N, entries)
             self._memory.synchronize()

@@ -106,6 +106,7 @@ class ShmPublisher(StagedPublisher[SnapshotFile]):
                 return  # cleared by close
             weights, snapshot = self._waiting.pop(0)
             self._busy = True
+        # The file gets its name before HEAD names it: a receiver that reads HEAD finds the version.
         snapshot.commit(self.directory / _name(weights), snapshot.checksums(self._threads))
         await_room(
             lambda: _replace(self.directory / HEAD, str(weights).encode()),

@@ -14,6 +14,7 @@ from evolver_async.wire.envelope import Envelope, pack_pushes
 from evolver_async.wire.router import BUNDLE
 from evolver_async.wire.trajectory_bytes import Parcel
 
+# The fixed cost of a message is half of that of a small member, and nothing beside a large one.
 BUNDLE_BYTES = 1 << 20
 
 

@@ -104,6 +104,8 @@ class Client(ABC):
         self._pending[message_id] = pending
         try:
             while True:
+                # While the server is away a copy would only be queued behind the first one. After
+                # an hour the server would get hundreds of copies before any RENEW.
                 if not silent or self._connected():
                     self._transmit(message_id, pending)
                 patience = parks + pause * self._jitter.uniform(0.8, 1.2)
@@ -178,6 +180,8 @@ class Client(ABC):
     async def _answered(self, pending: _Pending, patience: float, deadline: float | None) -> bool:
         """True if the reply comes; wait on while parts of it come, as a copy would come behind."""
         now, came = asyncio.get_running_loop().time, -1
+        # A large take can be on its way for longer than the patience. A copy of the SAMPLE would
+        # bring all groups again and hold up the next reply.
         while came < pending.came and not pending.reply.done():
             came = pending.came
             left = patience if deadline is None else min(patience, deadline - now())

@@ -99,7 +99,7 @@ class Handshake:
         self.monitor = dealer.get_monitor_socket(EVENTS)
 
     def refusal(self) -> str | None:
-        """The reason for which the server will never admit this client, None if none is known."""
+        """Reason why the server will never admit this client, None if none is known."""
         while True:
             try:
                 event = parse_monitor_message(self.monitor.recv_multipart(zmq.NOBLOCK))["event"]

@@ -179,7 +179,7 @@ def unpack(frames: Sequence[Any], limits: MessageLimits = LIMITS) -> Envelope:
 
 
 def _unchanging(frame: Any) -> Any:
-    """Return a frame that nobody can change, itself if it is one."""
+    """Return a read-only frame: the frame itself if it is one, else a copy."""
     return frame if type(frame) is memoryview and frame.readonly else bytes(frame)
 
 
@@ -187,6 +187,7 @@ def _read_header(data: bytes, limits: MessageLimits) -> _Header:
     """Decode a header, typed at once. Raises WireError; MismatchError if the versions differ."""
     try:
         header = _header_decoder.decode(data)
+        # The decoder accepts a key twice and numbers in a longer form; a message has one form only.
         if _header_encoder.encode(header) != data:
             raise WireError(NOT_PLAIN)
     except (ValueError, TypeError, OverflowError, RecursionError) as error:

@@ -89,6 +89,7 @@ class Usage:
         if computed_s >= BUSY_SHARE * passed_s or moved >= BUSY_BYTES_PER_S * passed_s:
             self._descendants_s = None
             return True
+        # Only where it is idle itself: a look at the descendants reads the files of each.
         before, self._descendants_s = self._descendants_s, self._of_descendants()
         return before is None or self._descendants_s - before >= BUSY_SHARE * passed_s
 

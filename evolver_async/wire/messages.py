@@ -1,6 +1,12 @@
 """Messages of the wire: delivery of finished members, requests and replies.
 
-Each may arrive twice, for delivery is at least once.
+Each may arrive twice, for delivery is at least once. One group on its way, with the main fields:
+
+    actor    LEASE credit 8, weights 1.41    TICKETS group 12, members 0..7, attempt 0
+    actor    RENEW progress {12: 310}        OK
+    actor    PUSH group 12, member 3         ACK, once it is on disk
+    learner  SAMPLE lineage 1, take 41       PART group 12, ..., GROUPS count 32
+    learner  DONE take 41, version 42        OK
 """
 
 from typing import Annotated, Any
@@ -96,8 +102,8 @@ class Hello(Message, tag="hello"):
 class Lease(Message, tag="lease"):
     """Request for tickets of up to `credit` members; parked until there is room.
 
-    `groups`: those of which the sender has a ticket; it never heard of its others, whose grant was
-    journaled by a buffer that died before the answer. None: it does not say.
+    `groups`: the groups of the tickets that the sender holds. It does not know of others: a buffer
+    can die between the record of a grant and its answer. None: not reported.
     """
 
     credit: int
@@ -252,7 +258,7 @@ class Resume(Message, tag="resume"):
 class Kept(Message, tag="kept"):
     """The oldest take that a kept checkpoint still needs; older journal segments can be deleted.
 
-    `bytes`: the size of the newest checkpoint. `paused`: the reason for which the learner takes
+    `bytes`: the size of the newest checkpoint. `paused`: the reason why the learner takes
     nothing for now, and the command that ends the pause. A learner that trains no more repeats the
     message to get the results of evaluations.
     """

@@ -33,6 +33,8 @@ from evolver_async.wire.messages import (
 from evolver_async.wire.sessions import NAMES, Sessions
 
 PARK_S = 5.0  # the longest that LEASE and SAMPLE wait for a change
+# As many as there are names. With fewer, the WAIT of one actor brought its next LEASE, which pushed
+# another request out: beyond the limit the buffer did nothing else.
 PARKED = NAMES  # past it the request that was parked for longest is answered WAIT
 SILENT_S = 60.0  # a process silent for longer does not keep its name from another one
 TICK_S = 0.1
@@ -189,6 +191,7 @@ class RequestRouter:
         envelope, request = parked.envelope, parked.envelope.message
         place = (envelope.sender, type(request))
         earlier = self._parked.pop(place, None)
+        # A process waits for one LEASE or SAMPLE at a time: it has given the earlier one up.
         if earlier and earlier.envelope.message_id != envelope.message_id:
             self._answer_wait(earlier)
         replies = self._service.handle(envelope.sender, request, now)
@@ -207,6 +210,8 @@ class RequestRouter:
     def _answer(self, parked: _Parked, replies: list[Reply]) -> None:
         self._sessions.remember(parked.envelope, replies)
         telling = isinstance(parked.envelope.message, StatusRequest | Renew | Counters | Beat)
+        # These replies say nothing that must be on disk first, so a full disk does not hold them up
+        # and leases are still renewed.
         promises = not telling and _promise(replies)
         self._reply(parked.route, parked.envelope.message_id, replies, promises)
 

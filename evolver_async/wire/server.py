@@ -114,7 +114,7 @@ class Server:
         next_tick = next_commit = self._clock()
         gathered = _Gathered()
         while not stopped():
-            if sync.busy:  # nobody is answered, so no time passes for the service
+            if sync.busy:  # no request is answered, so no time passes for the service
                 due = self._clock() + TICK_S
             else:
                 due = min(next_tick, next_commit) if gathered.messages else next_tick
@@ -223,7 +223,7 @@ def _bind(
     router.set(zmq.SNDHWM, REPLIES_QUEUED)
     router.set(zmq.ROUTER_HANDOVER, 1)  # a client that reconnects takes its name over
     try:
-        door = None if keys is None else KeyAuthenticator(context, router, keys)
+        authenticator = None if keys is None else KeyAuthenticator(context, router, keys)
         router.bind(address)
     except (zmq.ZMQError, ValueError) as error:
         context.destroy(linger=0)
@@ -231,7 +231,7 @@ def _bind(
             raise
         code = error.errno or 0
         raise OSError(code, f"{address}: {zmq.strerror(code).lower()}") from error
-    return context, router, door
+    return context, router, authenticator
 
 
 class SyncThread:

@@ -48,7 +48,8 @@ from evolver_async.wire.messages import (
 NAMES = 4096  # past it the name that was silent for longest is forgotten
 ANSWERS = 512  # remembered of each process; older messages are refused as repeated
 EXPIRY_S = 3600.0  # a name that was silent for so long is forgotten
-# One for all, as most answers are: RENEW, COUNTERS and RELEASE have no other.
+# One object for all: RENEW, COUNTERS and RELEASE have no other answer. With one for each, those to
+# a thousand actors took 230 MB after an hour.
 PLAIN: list[Reply] = [Ok()]
 EXEMPT = Push | Pushes | Retrieve | Contribute
 
@@ -133,13 +134,15 @@ class Sessions:
             return None
         answer = session.recall(envelope.message_id)
         if answer is not None:
+            # The refused process ends. Its successor gets the name at once and need not wait until
+            # the connection is closed.
             session.left |= _refused(request, answer)
         elif isinstance(request, Lease | Sample):
             session.asked = envelope.message_id
         return answer
 
     def remember(self, envelope: Envelope, replies: list[Reply]) -> None:
-        """These replies are the answer to this message, should it come again.
+        """Keep these replies for copies of this message.
 
         Groups are not kept: the same take gets the same groups. RETRY asks for the message again.
         """

@@ -1,12 +1,13 @@
 """Advantages of a batch's tokens, from its rewards, labels and values. Pure."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from evolver_async.config import AdvantageConfig
 from evolver_async.errors import TrainingError
-from evolver_async.extension import is_own
+from evolver_async.extension import Builtins, is_own
 from evolver_async.schema import Array
 from learner.advantage.gae import (
     Estimate,
@@ -18,11 +19,11 @@ from learner.advantage.gae import (
     whitened,
 )
 from learner.advantage.group_relative import (
+    ESTIMATORS,
     EstimatorInput,
     alpha_at,
-    estimator_of,
+    facts_of,
     finite_groups,
-    reads_anchor,
     unlabelled_groups,
 )
 from learner.advantage.rewards import Rewards
@@ -67,7 +68,7 @@ def assign(
     if values is None:
         alpha = alpha_at(step, alpha=settings.alpha, alpha_final=settings.alpha_final, steps=steps)
         log_w_N = np.clip(logprobs.anchor_N - logprobs.old_N, -LOG_RATIO_BOUND, LOG_RATIO_BOUND)
-        if not reads_anchor(settings):
+        if not facts_of(settings).reads_anchor:
             log_w_N = np.zeros_like(log_w_N)
         log_weight_P = np.bincount(
             batch.trajectory_N, weights=log_w_N, minlength=len(batch.length_P)
@@ -103,7 +104,7 @@ def _by_group(
         advantage_U[finite_U] = estimate_U
         finite_P &= finite_groups(rewards, advantage_U)
     metrics = {}
-    if settings.kind == "adca":
+    if settings.facts.unlabelled:
         metrics = {
             "advantage/alpha": given.alpha,
             "advantage/unlabelled_groups": float(unlabelled_groups(rewards)),
@@ -120,7 +121,7 @@ def _estimated(
 
     Raises TrainingError, which names the key, if an own function returns anything else.
     """
-    found = estimator_of(settings)(rewards, given, settings)
+    found = ESTIMATORS.of(settings.kind)(rewards, given, settings)
     if not is_own(settings.kind):
         return found
     wanted_U = rewards.turn_reward_U.shape
@@ -195,21 +196,24 @@ def _estimate(
         start_P=start_P,
         after_P=after_P,
     )
-    gamma, lam = settings.gamma, settings.lam
-    if settings.kind == "gae":
-        return gae(tokens, gamma=gamma, lam=lam)
-    if settings.kind == "gae_bilevel":
-        return gae_bilevel(tokens, gamma=gamma, lam=lam, gamma_turn=settings.gamma_turn)
-    assert settings.kind == "vtrace", settings.kind
     log_w_N = np.clip(logprobs.anchor_N - logprobs.old_N, -LOG_RATIO_BOUND, LOG_RATIO_BOUND)
-    return vtrace(
-        tokens,
-        np.exp(log_w_N[order_N].astype(np.float64)),
-        gamma=gamma,
-        lam=lam,
-        rho_max=settings.rho_max,
-        c_max=settings.c_max,
+    w_N = np.exp(log_w_N[order_N].astype(np.float64))
+    return BY_CRITIC[settings.kind](tokens, w_N, settings)
+
+
+ByCritic = Callable[[Tokens, Array, AdvantageConfig], Estimate]
+BY_CRITIC: Builtins[ByCritic] = Builtins("advantage.kind")
+BY_CRITIC("gae")(lambda tokens, w_N, of: gae(tokens, gamma=of.gamma, lam=of.lam))
+BY_CRITIC("gae_bilevel")(
+    lambda tokens, w_N, of: gae_bilevel(
+        tokens, gamma=of.gamma, lam=of.lam, gamma_turn=of.gamma_turn
     )
+)
+BY_CRITIC("vtrace")(
+    lambda tokens, w_N, of: vtrace(
+        tokens, w_N, gamma=of.gamma, lam=of.lam, rho_max=of.rho_max, c_max=of.c_max
+    )
+)
 
 
 def fit_metrics(value_N: Array, return_N: Array) -> dict[str, float]:

@@ -106,7 +106,8 @@ def place_rewards(
 
     A turn without tokens gives its reward to the token before it, else to the trajectory's first;
     the rewards of a trajectory without tokens are dropped. turn_N, start_P: as in `Tokens`;
-    the turns of trajectory p are turn_start_P[p]:turn_start_P[p+1] of turn_reward_U.
+    the turns of trajectory p are turn_start_P[p]:turn_start_P[p+1] of turn_reward_U. Tokens of the
+    turns 0, 0, 2 and the turns' rewards .1, .2, 1 give 0, .3, 1.
     """
     trajectory_U = np.repeat(np.arange(len(start_P) - 1), np.diff(turn_start_P))
     last_U = np.searchsorted(turn_N, np.arange(len(turn_reward_U)), side="right") - 1

@@ -13,7 +13,8 @@ from typing import TypeVar
 import numpy as np
 
 from evolver_async.config import AdvantageConfig
-from evolver_async.extension import implementation, is_own
+from evolver_async.config.kinds import AdvantageKind
+from evolver_async.extension import Builtins, is_own
 from evolver_async.rewards import alike_in_group
 from evolver_async.schema import Array
 from learner.advantage.rewards import Rewards
@@ -27,7 +28,7 @@ class EstimatorInput:
 
     alpha: the weight of labels at this step; baseline: the running mean of earlier rewards;
     log_weight_P: the log of exp(anchor - old) over all tokens of each trajectory, bounded, 0 for
-    functions without `@reads_log_weights`; length_P: the ACTION tokens of each; lag_P, lag_U int64:
+    kinds that read no anchor; length_P: the ACTION tokens of each; lag_P, lag_U int64:
     the largest version lag of the tokens of each trajectory, and of each turn. The group of a
     trajectory is in the rewards. `metrics`: takes numbers of the estimator's own, which are logged
     as advantage/own/<name>.
@@ -52,82 +53,61 @@ class EstimatorInput:
         )
 
 
-# The advantage of every turn, float[U], and the running baseline for the next step.
-Estimator = Callable[[Rewards, EstimatorInput, AdvantageConfig], tuple[Array, float]]
+Estimated = tuple[Array, float]  # the advantages of all turns, and the next running baseline
+Estimator = Callable[[Rewards, EstimatorInput, AdvantageConfig], Estimated]
 
 
-Declared = TypeVar("Declared", bound=Estimator)
+E = TypeVar("E", bound=Estimator)
+ESTIMATORS: Builtins[Estimator] = Builtins("advantage.kind")
 
 
-def reads_log_weights(function: Declared) -> Declared:
-    """Declare that an estimator reads `EstimatorInput.log_weight_P`, which takes a forward pass."""
-    vars(function)["reads_anchor"] = True
+def reads_anchor(function: E) -> E:
+    """Declare an own estimator that reads `EstimatorInput.log_weight_P`: it costs a pass."""
+    vars(function)["facts"] = AdvantageKind(reads_anchor=True)
     return function
 
 
-def reads_anchor(settings: AdvantageConfig) -> bool:
-    """Return True if the estimator of `advantage.kind` reads the weights of trajectories."""
-    grouped = settings.kind in ESTIMATORS or is_own(settings.kind)
-    return grouped and getattr(estimator_of(settings), "reads_anchor", False)
+def facts_of(settings: AdvantageConfig) -> AdvantageKind:
+    """Return the declaration of the kind, also of one's own."""
+    own = ESTIMATORS.of(settings.kind) if is_own(settings.kind) else None
+    return getattr(own, "facts", settings.facts)
 
 
-def estimator_of(settings: AdvantageConfig) -> Estimator:
-    """Return the function of `advantage.kind`. Raises ValueError for an own one that is unfit."""
-    return implementation("advantage.kind", settings.kind, ESTIMATORS)
-
-
-def _grpo(
-    rewards: Rewards, given: EstimatorInput, settings: AdvantageConfig
-) -> tuple[Array, float]:
+@ESTIMATORS("grpo")
+def _grpo(rewards: Rewards, given: EstimatorInput, settings: AdvantageConfig) -> Estimated:
     advantage_P = standardised(rewards.reward_P, rewards.group_P, std=settings.std)
     return advantage_P[rewards.trajectory_U], given.baseline
 
 
-def _grpo_process(
-    rewards: Rewards, given: EstimatorInput, settings: AdvantageConfig
-) -> tuple[Array, float]:
+@ESTIMATORS("grpo_process")
+def _grpo_process(rewards: Rewards, given: EstimatorInput, settings: AdvantageConfig) -> Estimated:
     return grpo_process(rewards, std=settings.std), given.baseline
 
 
-def _adca(
-    rewards: Rewards, given: EstimatorInput, settings: AdvantageConfig
-) -> tuple[Array, float]:
+@ESTIMATORS("adca")
+def _adca(rewards: Rewards, given: EstimatorInput, settings: AdvantageConfig) -> Estimated:
     found_U = adca(rewards, std=settings.std, alpha=given.alpha, length=settings.length)
     return found_U, given.baseline
 
 
-def _rloo(
-    rewards: Rewards, given: EstimatorInput, settings: AdvantageConfig
-) -> tuple[Array, float]:
+@ESTIMATORS("rloo")
+def _rloo(rewards: Rewards, given: EstimatorInput, settings: AdvantageConfig) -> Estimated:
     return rloo(rewards.reward_P, rewards.group_P)[rewards.trajectory_U], given.baseline
 
 
-def _reinforce(
-    rewards: Rewards, given: EstimatorInput, settings: AdvantageConfig
-) -> tuple[Array, float]:
+@ESTIMATORS("reinforce")
+def _reinforce(rewards: Rewards, given: EstimatorInput, settings: AdvantageConfig) -> Estimated:
     decay = settings.baseline_decay
     advantage_P, baseline = reinforce(rewards.reward_P, given.baseline, decay=decay)
     return advantage_P[rewards.trajectory_U], baseline
 
 
-@reads_log_weights
-def _opob(
-    rewards: Rewards, given: EstimatorInput, settings: AdvantageConfig
-) -> tuple[Array, float]:
+@ESTIMATORS("opob")
+def _opob(rewards: Rewards, given: EstimatorInput, settings: AdvantageConfig) -> Estimated:
     advantage_P = opob(
         rewards.reward_P, rewards.group_P, given.log_weight_P, given.length_P, std=settings.std
     )
     return advantage_P[rewards.trajectory_U], given.baseline
-
-
-ESTIMATORS: dict[str, Estimator] = {
-    "grpo": _grpo,
-    "grpo_process": _grpo_process,
-    "adca": _adca,
-    "rloo": _rloo,
-    "reinforce": _reinforce,
-    "opob": _opob,
-}
 
 
 def finite_groups(rewards: Rewards, advantage_U: Array | None = None) -> Array:
@@ -149,10 +129,13 @@ def standardised(x: Array, group: Array, *, std: str) -> Array:
     """Return (x_i - mean_G x) / (std + 1e-6); 0 throughout a group whose x are equal.
 
     Of outcome rewards this is GRPO's advantage. `std`: `group` (population std of the group),
-    `batch` (of all x) or `none` (no division, Dr. GRPO).
+    `batch` (of all x) or `none` (no division, Dr. GRPO). The rewards 1, 0, 0, 0 of one group give
+    1.73, -.58, -.58, -.58 by `group` and .75, -.25, -.25, -.25 by `none`.
     """
     if not len(x):
         return x
+    # Sums of weighted terms differ in their last digits: with .1 + .2 beside .3 the division below
+    # would make advantages of 1.
     centred = np.where(alike_in_group(x, group), 0.0, x - _group_mean(x, group))
     if std == "none":
         return centred
@@ -174,6 +157,7 @@ def opob(
     """
     if not len(reward_P):
         return reward_P
+    # Products over long trajectories overflow. Only their ratios within a group count.
     largest_G = np.full(int(group_P.max()) + 1, -np.inf)
     np.maximum.at(largest_G, group_P, log_weight_P)
     weight_P = np.exp(2 * (log_weight_P - largest_G[group_P])) * np.maximum(length_P, 1)
@@ -261,7 +245,10 @@ def alpha_at(step: int, *, alpha: float, alpha_final: float, steps: int) -> floa
 
 
 def rloo(reward_P: Array, group_P: Array) -> Array:
-    """Return A_i = R_i - mean of the other members' rewards; 0 where all of a group are equal."""
+    """Return A_i = R_i - mean of the other members' rewards; 0 where all of a group are equal.
+
+    The rewards 1, 0, 0, 0 of one group give 1, -.33, -.33, -.33.
+    """
     if not len(reward_P):
         return reward_P
     size_P = np.bincount(group_P)[group_P]
@@ -276,7 +263,10 @@ def reinforce(reward_P: Array, baseline: float, *, decay: float) -> tuple[Array,
 
 
 def suffix_sums(x_U: Array, turns_P: Array) -> Array:
-    """Return at every turn the sum of x from there to the trajectory's last turn."""
+    """Return at every turn the sum of x from there to the trajectory's last turn.
+
+    Of 1, 0, 2 in one trajectory: 3, 2, 2.
+    """
     present_PK = np.arange(turns_P.max(initial=0)) < turns_P[:, None]
     padded_PK = np.zeros(present_PK.shape)
     padded_PK[present_PK] = x_U

@@ -104,6 +104,12 @@ class Batch:
     `whole_groups`: the loss compares the members of a group, so that all of them are in one update
     and in one forward pass.
     Trajectories without ACTION tokens count in their group's rewards and are in no minibatch.
+
+    Two rows, a prompt of two tokens with three ACTION tokens and one of one token with two:
+
+        tokens          p p a a a p a a
+        row_start_R     0 5 8
+        action_start_R  0 3 5             (of the `_N` arrays, which have five entries)
     """
 
     tokens: Array
@@ -308,6 +314,8 @@ def lay_out(batch: Batch, rows_B: Array, device: torch.device, layout: Layout) -
     read_K, found = np.unique(read, return_inverse=True)
     target_N, source_N = tokens_A[acts_N], found[: len(acts_N)]
     index_N = ranges(batch.action_start_R[rows_B], batch.action_start_R[rows_B + 1])
+    # Members of a group often predict the same token in the same context. The projection onto the
+    # vocabulary, the dearest part, is computed once for these.
     pair_N = source_N * (1 + tokens_A.max()) + target_N
     # equal tokens of equal contexts can be under different masks
     if batch.mask_N is not None and batch.allowed_MW is not None:

@@ -51,7 +51,7 @@ def _part(whole: Trajectory, player: Player) -> Trajectory:
     sequences = []
     for sequence in whole.sequences:
         acting = sequence.turns[sequence.roles == Role.ACTION]
-        # One without ACTION tokens is nobody's; it trains nothing.
+        # One without ACTION tokens is no player's; it trains nothing.
         if not len(acting) or number_K[acting[0]] >= 0:
             turns = np.where(sequence.turns >= 0, number_K[sequence.turns], np.int16(-1))
             sequences.append(replace(sequence, turns=turns))

@@ -12,13 +12,14 @@ import numpy as np
 
 from evolver_async.config import SelectionConfig
 from evolver_async.errors import TrainingError
-from evolver_async.extension import implementation, is_own
+from evolver_async.extension import Builtins, is_own
 from evolver_async.rewards import spread as spread_of
 from evolver_async.schema import Group
 from learner.data.resampling import resampled, resampling_metrics
 
 # The indices of the groups that train, from all groups of a step and their reward spreads.
 Selection = Callable[[list[Group], list[float], SelectionConfig], set[int]]
+SELECTIONS: Builtins[Selection] = Builtins("selection.kind")
 TOLERANCE = 1e-9  # of sums of floats that are compared with a share of themselves
 
 
@@ -54,16 +55,9 @@ def select(groups: list[Group], settings: SelectionConfig, *, seed: int) -> Sele
     `settings.by` success: reward terms that shape, such as a length, spread the rewards of groups
     that failed throughout; these do not train then. Advantages still compare rewards.
 
-    `all` keeps every group. `spread` (StarPO-S) keeps the share `keep` of all groups with the
-    largest spread, at least one, `top_k` the `k` groups; earlier groups come first among equals.
-    `min_p` keeps groups with at least `p` of the largest spread. `top_p` keeps the fewest groups
-    whose spreads sum up to `p` of all; `dynamic` (DAPO) those with any. `resample_on_correct`
-    keeps some members of these. Reasons: `zero_spread` (all members have equal rewards, or
-    successes; with `drop_zero`, or where the kind says so), else the kind. `seed`: of the draws
-    among members.
+    Reasons of those left out: `zero_spread` (all members have equal rewards, or successes; with
+    `drop_zero`, or where the kind says so), else the kind. `seed`: of the draws among members.
     """
-    if settings.kind == "all":
-        return Selected(groups, {})
     kept = _kept(groups, settings)
     filtered: dict[str, list[int]] = {}
     for i, group in enumerate(groups):
@@ -73,7 +67,7 @@ def select(groups: list[Group], settings: SelectionConfig, *, seed: int) -> Sele
     chosen = [groups[i] for i in sorted(kept)]
     share = len(chosen) / len(groups)
     metrics = {"selection/kept_share": share}
-    if settings.kind == "resample_on_correct":
+    if "members" in settings.facts.reads:
         before = chosen
         chosen = [
             resampled(group, members=settings.members, draw=settings.draw, seed=seed)
@@ -91,7 +85,7 @@ def _kept(groups: list[Group], settings: SelectionConfig) -> set[int]:
     truth value for each group.
     """
     spreads = [spread_by(group, settings.by) for group in groups]
-    found = selection_of(settings)(groups, spreads, settings)
+    found = SELECTIONS.of(settings.kind)(groups, spreads, settings)
     if not is_own(settings.kind):
         return found
     try:
@@ -106,33 +100,38 @@ def _kept(groups: list[Group], settings: SelectionConfig) -> set[int]:
     return kept
 
 
-def selection_of(settings: SelectionConfig) -> Selection:
-    """Return the function of `selection.kind`. Raises ValueError for an own one that is unfit."""
-    return implementation("selection.kind", settings.kind, SELECTIONS)
-
-
 def drops_zero(settings: SelectionConfig) -> bool:
     """Return True if groups without spread never train; some kinds imply it."""
-    return settings.drop_zero or settings.kind in ("top_p", "resample_on_correct", "dynamic")
+    return settings.drop_zero or settings.facts.drops_zero
 
 
+@SELECTIONS("all")
+def everything(groups: list[Group], spreads: list[float], settings: SelectionConfig) -> set[int]:
+    """Return all indices."""
+    return set(range(len(groups)))
+
+
+@SELECTIONS("spread")
 def spread(groups: list[Group], spreads: list[float], settings: SelectionConfig) -> set[int]:
     """Return the indices of the share `keep` of all groups with the largest spread."""
     most = max(1, round(settings.keep * len(spreads)))
     return _with_spread(_ranked(spreads)[:most], spreads, settings)
 
 
+@SELECTIONS("top_k")
 def top_k(groups: list[Group], spreads: list[float], settings: SelectionConfig) -> set[int]:
     """Return the indices of the `k` groups with the largest spread."""
     return _with_spread(_ranked(spreads)[: settings.k], spreads, settings)
 
 
+@SELECTIONS("min_p")
 def min_p(groups: list[Group], spreads: list[float], settings: SelectionConfig) -> set[int]:
     """Return the indices of the groups with at least `p` of the largest spread."""
     least = settings.p * max(spreads) * (1 - TOLERANCE)
     return _with_spread([i for i in _ranked(spreads) if spreads[i] >= least], spreads, settings)
 
 
+@SELECTIONS("top_p")
 def top_p(groups: list[Group], spreads: list[float], settings: SelectionConfig) -> set[int]:
     """Return the indices of the fewest groups whose spreads sum up to `p` of all."""
     ranked = _ranked(spreads)
@@ -142,6 +141,8 @@ def top_p(groups: list[Group], spreads: list[float], settings: SelectionConfig) 
     return _with_spread(kept, spreads, settings)
 
 
+@SELECTIONS("resample_on_correct")
+@SELECTIONS("dynamic")
 def with_spread(groups: list[Group], spreads: list[float], settings: SelectionConfig) -> set[int]:
     """Return the indices of the groups whose members' rewards differ."""
     return _with_spread(_ranked(spreads), spreads, settings)
@@ -154,13 +155,3 @@ def _ranked(spreads: list[float]) -> list[int]:
 
 def _with_spread(kept: list[int], spreads: list[float], settings: SelectionConfig) -> set[int]:
     return {i for i in kept if spreads[i] > 0 or not drops_zero(settings)}
-
-
-SELECTIONS: dict[str, Selection] = {  # `all` needs none
-    "spread": spread,
-    "top_k": top_k,
-    "min_p": min_p,
-    "top_p": top_p,
-    "resample_on_correct": with_spread,
-    "dynamic": with_spread,
-}

@@ -14,7 +14,7 @@ from evolver_async.config import CorrectionConfig
 from evolver_async.errors import TrainingError
 from evolver_async.extension import is_own, noted
 from evolver_async.schema import Array
-from learner.loss.correction import ActionTokens, Corrected, StepTokens, correction_of
+from learner.loss.correction import CORRECTIONS, ActionTokens, Corrected, StepTokens
 
 METRIC_NAME = re.compile(r"[\w.@-]{1,64}")  # as of an environment's own numbers
 NUMBERS = ("ratio_N", "weight_N", "w_N", "r_N")  # fields of Corrected, one number a token
@@ -27,7 +27,7 @@ def corrected_tokens(tokens: ActionTokens, settings: CorrectionConfig) -> Correc
     reads too, or returns anything but one number a token, which could be spread over all tokens
     without an error.
     """
-    correction = correction_of(settings)
+    correction = CORRECTIONS.of(settings.kind)
     if not is_own(settings.kind):
         return correction(tokens, settings)
     before = _writes(tokens)
@@ -60,7 +60,7 @@ def prepared(settings: CorrectionConfig, tokens: StepTokens) -> Array:
     An own one gets copies: what it changes in place changes nothing else. Raises TrainingError,
     which names the key, if it does not return one number a token.
     """
-    prepare = getattr(correction_of(settings), "prepare", None)
+    prepare = getattr(CORRECTIONS.of(settings.kind), "prepare", None)
     if prepare is None:
         return np.ones_like(tokens.old_N)
     if not is_own(settings.kind):

@@ -17,7 +17,8 @@ import numpy as np
 import torch
 
 from evolver_async.config import CorrectionConfig
-from evolver_async.extension import implementation
+from evolver_async.config.kinds import CorrectionKind
+from evolver_async.extension import Builtins
 from evolver_async.schema import Array
 from learner.loss.ratios import LOG_RATIO_BOUND, bounded_exp, trajectory_mean, trajectory_sum
 
@@ -65,7 +66,7 @@ class StepTokens:
 class Corrected:
     """Ratio and weight of every token for the loss, and constants for the log.
 
-    The objective of a token is weight_N L(x) with the clipped L and x = ratio_N, or, if the kind
+    The objective of a token is weight_N L(x) with the clipped L and x = ratio_N, or, of a kind that
     does not clip, weight_N A ratio_N, whose ratio_N may be theta itself. ratio_N is differentiable,
     weight_N constant. w_N = exp(anchor - old), r_N = exp(theta - anchor): constants, per token and
     untruncated whatever the kind does with them (kinds without an anchor: w = r = q). `metrics`:
@@ -77,46 +78,38 @@ class Corrected:
     weight_N: torch.Tensor
     w_N: torch.Tensor
     r_N: torch.Tensor
-    clips: bool
     metrics: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
 
 Correction = Callable[[ActionTokens, CorrectionConfig], Corrected]
 Prepare = Callable[[StepTokens, CorrectionConfig], Array]  # to float32[N]
 C = TypeVar("C", bound=Correction)
+CORRECTIONS: Builtins[Correction] = Builtins("correction.kind")
 
 
 def correction(
-    *, reads_anchor: bool = True, scales_lr: bool = False, prepare: Prepare | None = None
+    *,
+    reads_anchor: bool = True,
+    clips: bool = True,
+    scales_lr: bool = False,
+    prepare: Prepare | None = None,
 ) -> Callable[[C], C]:
-    """Declare what a correction needs; a function without this reads the anchor and no more.
+    """Declare a correction of one's own in the words of `CorrectionKind`; these are its defaults.
 
-    reads_anchor: False saves the anchor's forward pass. scales_lr: the learning rate of each update
-    is multiplied by the square root of the effective sample size of its trajectories' weights, as
-    a share of their number. prepare: computes a number a token over the whole step, before its
-    first update.
+    prepare: computes a number a token over the whole step, before its first update.
     """
+    facts = CorrectionKind(reads_anchor=reads_anchor, clips=clips, scales_lr=scales_lr)
 
     def declare(function: C) -> C:
-        vars(function).update(reads_anchor=reads_anchor, scales_lr=scales_lr, prepare=prepare)
+        vars(function).update(facts=facts, prepare=prepare)
         return function
 
     return declare
 
 
-def correction_of(settings: CorrectionConfig) -> Correction:
-    """Return the function of `correction.kind`. Raises ValueError for an own one that is unfit."""
-    return implementation("correction.kind", settings.kind, CORRECTIONS)
-
-
-def reads_anchor(settings: CorrectionConfig) -> bool:
-    """Return True if the kind reads log-probs of the weights before the step."""
-    return getattr(correction_of(settings), "reads_anchor", True)
-
-
-def scales_lr(settings: CorrectionConfig) -> bool:
-    """Return True if the kind scales the learning rate by the effective sample size."""
-    return getattr(correction_of(settings), "scales_lr", False)
+def facts_of(settings: CorrectionConfig) -> CorrectionKind:
+    """Return the declaration of the kind, also of one's own."""
+    return getattr(CORRECTIONS.of(settings.kind), "facts", settings.facts)
 
 
 def _anchored(tokens: ActionTokens) -> tuple[torch.Tensor, torch.Tensor]:
@@ -131,22 +124,22 @@ def _within(x_N: torch.Tensor, settings: CorrectionConfig) -> torch.Tensor:
     return ((x_N >= settings.low) & (x_N <= settings.high)).to(x_N.dtype)
 
 
-@correction()
+@CORRECTIONS("none")
 def none(tokens: ActionTokens, settings: CorrectionConfig) -> Corrected:
     """L(r): no weight for the age of the data."""
     ratio_N, w_N = _anchored(tokens)
-    return Corrected(ratio_N, torch.ones_like(w_N), w_N, ratio_N.detach(), clips=True)
+    return Corrected(ratio_N, torch.ones_like(w_N), w_N, ratio_N.detach())
 
 
-@correction(reads_anchor=False)
+@CORRECTIONS("ppo")
 def ppo(tokens: ActionTokens, settings: CorrectionConfig) -> Corrected:
     """L(q), q = exp(theta - old)."""
     ratio_N = bounded_exp(tokens.theta_N - tokens.old_N)
     q_N = ratio_N.detach()
-    return Corrected(ratio_N, torch.ones_like(q_N), q_N, q_N, clips=True)
+    return Corrected(ratio_N, torch.ones_like(q_N), q_N, q_N)
 
 
-@correction()
+@CORRECTIONS("decoupled")
 def decoupled(tokens: ActionTokens, settings: CorrectionConfig) -> Corrected:
     """min(w, w_max) L(r); at `level: trajectory` with W, the product of w over the trajectory."""
     ratio_N, w_N = _anchored(tokens)
@@ -154,25 +147,25 @@ def decoupled(tokens: ActionTokens, settings: CorrectionConfig) -> Corrected:
     if settings.level == "trajectory":
         log_w_N = tokens.anchor_N - tokens.old_N
         whole_N = bounded_exp(trajectory_sum(log_w_N, tokens.trajectory_N))
-    return Corrected(ratio_N, whole_N.clamp(max=settings.w_max), w_N, ratio_N.detach(), clips=True)
+    return Corrected(ratio_N, whole_N.clamp(max=settings.w_max), w_N, ratio_N.detach())
 
 
-@correction()
+@CORRECTIONS("icepop")
 def icepop(tokens: ActionTokens, settings: CorrectionConfig) -> Corrected:
     """1[low <= w <= high] w L(r)."""
     ratio_N, w_N = _anchored(tokens)
-    return Corrected(ratio_N, w_N * _within(w_N, settings), w_N, ratio_N.detach(), clips=True)
+    return Corrected(ratio_N, w_N * _within(w_N, settings), w_N, ratio_N.detach())
 
 
-@correction()
+@CORRECTIONS("geo_mask")
 def geo_mask(tokens: ActionTokens, settings: CorrectionConfig) -> Corrected:
     """1[low <= W^(1/n) <= high] L(r), with W over the n tokens of the trajectory."""
     ratio_N, w_N = _anchored(tokens)
     mean_N = bounded_exp(trajectory_mean(tokens.anchor_N - tokens.old_N, tokens.trajectory_N))
-    return Corrected(ratio_N, _within(mean_N, settings), w_N, ratio_N.detach(), clips=True)
+    return Corrected(ratio_N, _within(mean_N, settings), w_N, ratio_N.detach())
 
 
-@correction()
+@CORRECTIONS("gspo")
 def gspo(tokens: ActionTokens, settings: CorrectionConfig) -> Corrected:
     """min(W^(1/n), w_max) L(s_t), s_t = sg(s) exp(theta - sg theta), s = exp(mean(theta - anchor)).
 
@@ -183,18 +176,18 @@ def gspo(tokens: ActionTokens, settings: CorrectionConfig) -> Corrected:
     log_r_N = (tokens.theta_N - tokens.anchor_N).detach()
     s_N = bounded_exp(trajectory_mean(log_r_N, tokens.trajectory_N))
     s_N = s_N * (tokens.theta_N - tokens.theta_N.detach()).exp()
-    return Corrected(s_N, mean_N.clamp(max=settings.w_max), w_N, ratio_N.detach(), clips=True)
+    return Corrected(s_N, mean_N.clamp(max=settings.w_max), w_N, ratio_N.detach())
 
 
-@correction(reads_anchor=False)
+@CORRECTIONS("cispo")
 def cispo(tokens: ActionTokens, settings: CorrectionConfig) -> Corrected:
     """sg min(q, 1 + epsilon) A theta."""
     q_N = bounded_exp(tokens.theta_N - tokens.old_N).detach()
     weight_N = q_N.clamp(max=1 + settings.epsilon)
-    return Corrected(tokens.theta_N, weight_N, q_N, q_N, clips=False)
+    return Corrected(tokens.theta_N, weight_N, q_N, q_N)
 
 
-@correction(reads_anchor=False)
+@CORRECTIONS("topr")
 def topr(tokens: ActionTokens, settings: CorrectionConfig) -> Corrected:
     """A theta where A > 0, else sg min(q, 1) A theta.
 
@@ -203,19 +196,17 @@ def topr(tokens: ActionTokens, settings: CorrectionConfig) -> Corrected:
     q_N = bounded_exp(tokens.theta_N - tokens.old_N).detach()
     whole_N = _whole(tokens) if settings.level == "trajectory" else q_N
     weight_N = torch.where(tokens.advantage_N > 0, torch.ones_like(q_N), whole_N.clamp(max=1))
-    return Corrected(tokens.theta_N, weight_N, q_N, q_N, clips=False)
+    return Corrected(tokens.theta_N, weight_N, q_N, q_N)
 
 
-@correction(reads_anchor=False, scales_lr=True)
+@CORRECTIONS("vcpo")
 def vcpo(tokens: ActionTokens, settings: CorrectionConfig) -> Corrected:
     """sg min(Q, w_max) A theta; the learning rate is scaled by sqrt(ESS / B) of the untruncated Q.
 
     VCPO, arXiv 2602.17616. Its off-policy optimal baseline is `advantage.kind: opob`.
     """
     q_N = bounded_exp(tokens.theta_N - tokens.old_N).detach()
-    return Corrected(
-        tokens.theta_N, _whole(tokens).clamp(max=settings.w_max), q_N, q_N, clips=False
-    )
+    return Corrected(tokens.theta_N, _whole(tokens).clamp(max=settings.w_max), q_N, q_N)
 
 
 def kept_by_second_moment(tokens: StepTokens, settings: CorrectionConfig) -> Array:
@@ -236,7 +227,7 @@ def kept_by_second_moment(tokens: StepTokens, settings: CorrectionConfig) -> Arr
     return kept_N
 
 
-@correction(prepare=kept_by_second_moment)
+@CORRECTIONS("m2po", prepare=kept_by_second_moment)
 def m2po(tokens: ActionTokens, settings: CorrectionConfig) -> Corrected:
     """sg min(q, w_max) A theta, without the tokens that `kept_by_second_moment` leaves out.
 
@@ -246,10 +237,10 @@ def m2po(tokens: ActionTokens, settings: CorrectionConfig) -> Corrected:
     """
     ratio_N, w_N = _anchored(tokens)
     weight_N = _truncated(tokens, settings) * tokens.prepared_N
-    return Corrected(tokens.theta_N, weight_N, w_N, ratio_N.detach(), clips=False)
+    return Corrected(tokens.theta_N, weight_N, w_N, ratio_N.detach())
 
 
-@correction(reads_anchor=False)
+@CORRECTIONS("dppo_tv")
 def dppo_tv(tokens: ActionTokens, settings: CorrectionConfig) -> Corrected:
     """M sg min(q, w_max) A theta; M is 0 where A (p - b) > 0 and |p - b| > divergence.
 
@@ -262,7 +253,7 @@ def dppo_tv(tokens: ActionTokens, settings: CorrectionConfig) -> Corrected:
     change_N = tokens.theta_N.detach().exp() - tokens.old_N.exp()
     masked_N = (change_N * tokens.advantage_N > 0) & (change_N.abs() > settings.divergence)
     weight_N = _truncated(tokens, settings).masked_fill(masked_N, 0.0)
-    return Corrected(tokens.theta_N, weight_N, q_N, q_N, clips=False)
+    return Corrected(tokens.theta_N, weight_N, q_N, q_N)
 
 
 def _truncated(tokens: ActionTokens, settings: CorrectionConfig) -> torch.Tensor:
@@ -274,18 +265,3 @@ def _whole(tokens: ActionTokens) -> torch.Tensor:
     """Return at every token Q, the product of q = exp(theta - old) over its trajectory."""
     log_q_N = (tokens.theta_N - tokens.old_N).detach()
     return bounded_exp(trajectory_sum(log_q_N, tokens.trajectory_N))
-
-
-CORRECTIONS: dict[str, Correction] = {
-    "none": none,
-    "ppo": ppo,
-    "decoupled": decoupled,
-    "icepop": icepop,
-    "geo_mask": geo_mask,
-    "cispo": cispo,
-    "gspo": gspo,
-    "topr": topr,
-    "vcpo": vcpo,
-    "m2po": m2po,
-    "dppo_tv": dppo_tv,
-}

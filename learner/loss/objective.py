@@ -16,8 +16,7 @@ from learner.loss.correction import (
     ActionTokens,
     Corrected,
     StepTokens,
-    reads_anchor,
-    scales_lr,
+    facts_of,
 )
 from learner.loss.policy import (
     Clipped,
@@ -59,7 +58,7 @@ class Objective:
     def counts_age(self) -> bool:
         """True if nothing tells the log-probs of the weights before the step: tokens have moved
         from what the data is corrected from, since they were sampled."""
-        return self.interpolates or not reads_anchor(self.correction)
+        return self.interpolates or not facts_of(self.correction).reads_anchor
 
     @property
     def problem(self) -> str:
@@ -96,6 +95,8 @@ class Objective:
         anchor_N, advantage_N = micro.of(self.logprobs.anchor_N), micro.of(self.advantage_N)
         if self.interpolates:
             made_N = interpolated_anchor(theta_N, micro.mu_N, micro.lag_N)
+            # No line of versions leads from abandoned weights to the present ones: nothing lies
+            # between.
             anchor_N = torch.where(micro.abandoned_N, anchor_N, made_N)
         if self.logprobs.fresh_N is not None:
             anchor_N = self._recorded(micro, theta_N, anchor_N)
@@ -113,10 +114,12 @@ class Objective:
         )
         corrected = corrected_tokens(tokens, self.correction)
         self.unfit.update(not_finite(corrected, tokens, self.correction))
-        if scales_lr(self.correction):
+        if facts_of(self.correction).scales_lr:
             log_q_P = trajectory_totals((theta_N - old_N).detach(), micro.trajectory_N)
             accounting.add_trajectories(log_q_P.cpu().numpy())
         clipped = self._clipped(corrected, advantage_N, micro.stripped_N)
+        # From the weights before the step, if their log-probs are known. From the behaviour policy,
+        # the age of the data and removed context would end steps that have moved nothing.
         log_moved_N = log_rho(theta_N, old_N if self.counts_age else anchor_N)
         account(accounting, micro, corrected, clipped, log_rho(theta_N, micro.mu_N), log_moved_N)
         if self.boosts:
@@ -156,7 +159,7 @@ class Objective:
     def _clipped(
         self, corrected: Corrected, advantage_N: torch.Tensor, stripped_N: torch.Tensor
     ) -> Clipped:
-        if not corrected.clips:
+        if not facts_of(self.correction).clips:
             return unclipped_objective(corrected.ratio_N, advantage_N)
         clip_high: float | torch.Tensor = self.loss.clip_high
         if self.boosts:

@@ -108,7 +108,8 @@ def token_scale(
 
     `token_mean`: 1/tokens. `sequence_mean`: the mean over trajectories of the mean over each one's
     length_N ACTION tokens (all its sequences). `sequence_sum_norm`: 1/(trajectories · norm_tokens).
-    `tokens` and `trajectories` are those of the whole optimizer update.
+    `tokens` and `trajectories` are those of the whole optimizer update. Tokens of two trajectories
+    with 2 and 6 ACTION tokens weigh 1/8 each by `token_mean`, 1/4 and 1/12 by `sequence_mean`.
     """
     if aggregation == "token_mean":
         return torch.full(length_N.shape, 1 / tokens, device=length_N.device)

@@ -33,6 +33,8 @@ def make_adamw(
     Only matrices decay; norms and biases do not.
     """
     trainable = [parameter for parameter in parameters if parameter.requires_grad]
+    # Most updates are smaller than the distance of two numbers in bfloat16: rounded, they would be
+    # lost.
     short = [parameter for parameter in trainable if parameter.dtype != torch.float32]
     for parameter in short:
         _give_master(parameter)

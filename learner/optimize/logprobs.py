@@ -14,7 +14,7 @@ from learner.advantage import group_relative
 from learner.advantage.rewards import penalises
 from learner.data.batch import Batch, LogProbs, MicroBatch, Minibatch
 from learner.data.layout import Layout
-from learner.loss.correction import correction_of, reads_anchor
+from learner.loss.correction import CORRECTIONS, facts_of
 from learner.loss.ratios import guided_old
 from learner.optimize.model import Models
 from learner.ranks.process_group import Ranks, idle, within
@@ -76,12 +76,12 @@ def step_logprobs(
     """
     correction = stage.correction
     leans = stage.experience.reliance_coef > 0
-    reads = reads_anchor(correction)
+    reads = facts_of(correction).reads_anchor
     anchored_P = anchored(
         batch,
         everywhere=shown(stage, take)
         or penalises(stage.loss)
-        or group_relative.reads_anchor(stage.advantage)
+        or group_relative.facts_of(stage.advantage).reads_anchor
         or (reads and not interpolates),
         guided=correction.guided,
         leans=leans,
@@ -107,20 +107,20 @@ def shown(stage: Config, take: int) -> bool:
 
 
 def comes_late(stage: Config, batch: Batch, interpolates: bool) -> bool:
-    """Return True if only the loss reads the anchor: the first update can give its own tokens'.
+    """Return True if only the loss reads the anchor, so that the first update can give that of its
+    tokens.
 
-    It depends on nothing that a repeated take could have otherwise.
+    This depends on settings and data alone, so it is the same for a repeated take.
     """
-    correction = correction_of(stage.correction)
+    correction = CORRECTIONS.of(stage.correction.kind)
     return (
-        reads_anchor(stage.correction)
+        facts_of(stage.correction).reads_anchor
         and getattr(correction, "prepare", None) is None
         and not interpolates
         and batch.sampled is None
         and stage.experience.reliance_coef == 0
         and not penalises(stage.loss)
-        and not group_relative.reads_anchor(stage.advantage)
-        and stage.advantage.kind != "vtrace"
+        and not group_relative.facts_of(stage.advantage).reads_anchor
     )
 
 
@@ -133,9 +133,10 @@ def late_anchor(
     first: Minibatch,
     take: int,
 ) -> LogProbs:
-    """Score the anchor of what trains after the first update, by the weights before it.
+    """Score the anchor of the tokens that train after the first update, under the weights before
+    it.
 
-    For samples all other tokens are scored too, by another pass, so that no bit of this changes.
+    For samples the other tokens are scored too, by a pass of their own: no bit of this one changes.
     """
     batch = trained.batch
     fresh_P, later_P = np.zeros((2, len(batch.length_P)), bool)

@@ -81,7 +81,7 @@ class Passes:
     ) -> Accounting:
         """Return the measured tokens of a minibatch, of all ranks, for the weights as they are.
 
-        `critic`: of the gradients before, whose budget of tokens is known by now.
+        `critic`: that of the gradients before, whose token budget is measured by now.
         """
         accounting, limit = Accounting(), self.token_budget(stage, critic)
         for _ in self._forward(stage, minibatch, loss, accounting, None, limit):

@@ -21,7 +21,7 @@ from evolver_async.schema import Array
 from learner.data.batch import Batch, Minibatch
 from learner.diagnostics.offpolicy import Accounting
 from learner.diagnostics.step_result import NON_FINITE, TARGET_KL
-from learner.loss.correction import scales_lr
+from learner.loss.correction import facts_of
 from learner.loss.objective import Objective
 from learner.optimize.adamw import (
     clear,
@@ -80,8 +80,8 @@ class Applied:
 
 @dataclass(frozen=True)
 class _Update:
-    """An update; known: its data of all ranks before it, if they are needed; kl: how far these had
-    moved; moved: the weights that `lr` moved."""
+    """An update; known: accounting of its data on all ranks before it, if needed; kl: their
+    movement until then; moved: the weights that it changed at `lr`."""
 
     minibatch: Minibatch
     accounting: Accounting
@@ -98,9 +98,9 @@ class UpdateLimits:
 
     scales_lr: the learning rate of an update is multiplied by the square root of its
     `Accounting.ess_share`. target_kl: the bound on `Accounting.moved`, none while the critic warms
-    up. Data beyond it end the step, and the last update is taken back, whose own data are measured
-    once more if those of the next one are within. counts_age: data can be beyond the bound by their
-    age, so that what the last update alone moved them counts.
+    up. Data beyond it end the step, and the last update is taken back. If no data are, the last
+    update is judged by its own data, measured again. counts_age: data can be beyond the bound by
+    their age; then the movement by the last update alone counts.
     """
 
     scales_lr: bool = False
@@ -112,7 +112,7 @@ class UpdateLimits:
         """Return the limits of a stage; only a policy loss has some."""
         if not isinstance(loss, Objective):
             return cls()
-        return cls(scales_lr(stage.correction), stage.loss.target_kl, loss.counts_age)
+        return cls(facts_of(stage.correction).scales_lr, stage.loss.target_kl, loss.counts_age)
 
 
 class Stepper:
@@ -150,11 +150,15 @@ class Stepper:
             found = Accounting()
             given = stage, minibatch, loss, found, critic, distillation
             total, terms = self.passes.gradients(*given)
+            # Ranks have to decide alike, by the data of all of them. Without a decision nothing is
+            # sent.
             known = found if math.isinf(bound) and not scales else self.passes.collected(found)
             scale = known.ess_share() ** 0.5 if scales else 1.0
             kl = known.moved() if math.isfinite(bound) else 0.0
             terms |= {"learner/lr_scale": scale} if scales else {}
             moves = [(self.models.optimizer, rate * scale), *others]
+            # Never before the first update: data that are beyond the bound by their age alone would
+            # not be trained at all.
             if done and math.isfinite(total) and kl > bound:
                 ended = minibatch, known, kl
                 clear(moves)
@@ -187,11 +191,10 @@ class Stepper:
         bound: float,
         counts_age: bool,
     ) -> float | None:
-        """Return how far the last update led data: those that ended the step, else its own.
+        """Return how far the last update moved data: those that ended the step, else its own.
 
-        What is beyond the bound by its age alone counts by what that update moved it. ended: the
-        update that was left out, what its data were before it, and how far they had moved. None
-        without an update.
+        Data beyond the bound by their age alone count with the movement by that update. ended: the
+        minibatch that was left out, its accounting and its movement. None without an update.
         """
         if not done:
             return None
@@ -216,7 +219,8 @@ class Stepper:
     def _bounded(
         self, done: list[_Update], led: float | None, bound: float, means: dict[str, float]
     ) -> float | None:
-        """Take back the last update if it led data beyond the bound; return how far, else None."""
+        """Take back the last update if it moved data beyond the bound; return how far, else
+        None."""
         too_far = led is not None and not led <= bound  # one that is no number is beyond any bound
         means["learner/taken_back"] = float(too_far)
         if too_far:

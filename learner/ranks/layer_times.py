@@ -1,4 +1,5 @@
-"""Times of the decoder's layers on each rank, by which a slow one is told from those it delays.
+"""Times of the decoder's layers on each rank, which distinguish a slow rank from those that it
+delays.
 
 All ranks wait in the collectives of every layer, so their steps take equally long. Between these
 collectives each computes alone: hooks inside those of FSDP2 measure that.
@@ -75,8 +76,8 @@ def _now(tensor: torch.Tensor) -> Any:
 
 
 def slowest(sums_RK: Sequence[Array]) -> dict[str, float]:
-    """Return the rank whose layers take longest, their time as a multiple of what the others would
-    have taken for its tokens, and what it exceeds that by, in seconds a step, as metrics.
+    """Return metrics of the rank with the slowest layers: its number, its time as a multiple of the
+    time that the others need for as many tokens, and the excess in seconds a step.
 
     None as long as a rank has computed too few. Backward passes are not in these seconds.
     """

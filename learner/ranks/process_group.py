@@ -53,7 +53,7 @@ class Ranks:
     """This process among `count` ranks; without a mesh it is alone and all calls are trivial.
 
     `host`: group for data in host memory, with the deadline; `calls`: group for calls of rank 0.
-    `progress`: of this rank's passes; `layers`: times of what it computes alone.
+    `progress`: of this rank's passes; `layers`: times of its own computations.
     """
 
     device: torch.device

@@ -150,6 +150,8 @@ class EvaluationTracker:
             self.publisher.release(result.weights)
             if not result.lost and result.episodes:
                 taken_in.append((result, asked))
+                # Evaluations overlap: one slow episode lets an earlier evaluation end after a later
+                # one.
                 if self.newest is None or result.weights >= self.newest.weights:
                     self.newest = result
                     if asked.stage == state.stage and not state.finished:

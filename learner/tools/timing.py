@@ -14,7 +14,7 @@ from evolver_async.launch.registry import resolve
 from evolver_async.model import policy
 from evolver_async.model.precision import stopwatch
 from evolver_async.model.rows.borders import Borders
-from learner.loss.correction import reads_anchor
+from learner.loss.correction import facts_of
 from learner.optimize import model as models
 from learner.optimize.adamw import make_adamw
 
@@ -49,8 +49,8 @@ def _scores(config: Config) -> float:
         if written.kind == "rl":
             stage = stage_config(config, index)
             # the first update gives the anchor of its own tokens
-            anchored = 1 - 1 / stage.learner.minibatches if reads_anchor(stage.correction) else 0.0
-            return anchored + (stage.loss.kl_coef > 0)
+            reads = facts_of(stage.correction).reads_anchor
+            return reads * (1 - 1 / stage.learner.minibatches) + (stage.loss.kl_coef > 0)
     return 0.0
 
 

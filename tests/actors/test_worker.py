@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from launches import COMMAND, DEADLINE_S
+from forked import COMMAND
+from launches import DEADLINE_S
 from msgspec.structs import replace
 from openai_server import closed_url
 from rollouts import Corridor, Hanging, corridor
@@ -472,9 +473,9 @@ def test_troubles_with_an_environment_service_are_told(run: Callable[..., None])
 def test_an_engine_that_never_answers_is_not_the_tasks_fault(
     run: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(episode, "HUNG_S", 50.0)  # beyond the 600 s of an episode
+    monkeypatch.setattr(episode, "HUNG_S", 5.0)  # beyond the limit of an episode
     buffer = Buffer((0.0, granted(length=100)))
-    run(buffer, Walker(pause_s=10_000.0), 700.0)
+    run(buffer, Walker(pause_s=1000.0), 30.0, episode_timeout_s=20.0)
     (release,) = buffer.seen(messages.Release)
     assert (release.members, release.reason) == ([0, 1], "engine")
 
@@ -497,6 +498,7 @@ def test_an_environment_that_never_returns_gives_its_ticket_back(
         working = asyncio.create_task(worker.run())
         while not buffer.seen(messages.Release):
             await asyncio.sleep(0.01)
+        Hanging.free.set()  # its end waits for the environment to be closed
         worker.stop.set()
         await working
         server.close()
@@ -512,6 +514,7 @@ def test_an_environment_that_never_returns_gives_its_ticket_back(
 
 
 @pytest.mark.process
+@pytest.mark.usefixtures("forked_children")
 def test_a_second_actor_of_a_name_is_told_who_holds_it_and_ends(tmp_path: Path) -> None:
     """Its connection leaves that of the first alone; who has gone holds its name no longer."""
     sockets, stop = Path(tempfile.mkdtemp()), threading.Event()

@@ -1,4 +1,4 @@
-"""Tables and picture of the evidence study, written into RESULTS.md and docs/evolving.md.
+"""Tables and picture of the evidence study, written into docs/evidence.md and docs/evolving.md.
 
     python tests/benchmarks/evidence.py runs/evidence [--results FILE] [--page FILE]
 
@@ -200,7 +200,7 @@ def write(path: Path, text: str) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("study", type=Path, metavar="DIR")
-    parser.add_argument("--results", type=Path, default=ROOT / "RESULTS.md")
+    parser.add_argument("--results", type=Path, default=ROOT / "docs" / "evidence.md")
     parser.add_argument("--page", type=Path, default=ROOT / "docs" / "evolving.md")
     args = parser.parse_args()
     try:

@@ -58,13 +58,13 @@ def script(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Script:
     monkeypatch.syspath_prepend(ROOT / "tests" / "benchmarks")
     evidence = importlib.import_module("evidence")
     (tmp_path / "docs").mkdir()
-    for name in ("RESULTS.md", "docs/page.md"):
+    for name in ("docs/evidence.md", "docs/page.md"):
         (tmp_path / name).write_text(EMPTY)
 
     def run(study: Path) -> int:
         files = [
             "--results",
-            str(tmp_path / "RESULTS.md"),
+            str(tmp_path / "docs/evidence.md"),
             "--page",
             str(tmp_path / "docs/page.md"),
         ]
@@ -102,7 +102,7 @@ def between_markers(path: Path) -> str:
 
 def test_the_results_get_the_full_table(study: Study, script: Script, tmp_path: Path) -> None:
     assert script(study.out) == 0
-    state, table, meaning, *others = between_markers(tmp_path / "RESULTS.md").split("\n\n")
+    state, table, meaning, *others = between_markers(tmp_path / "docs/evidence.md").split("\n\n")
     assert state == STATE.strip()
     assert table.splitlines() == [  # t(.975, 1) = 12.706 times .1, .05, and so on
         "| variant | seeds | success | difference | at equal steps | mean of the curve"
@@ -143,7 +143,7 @@ def test_variants_are_compared_at_the_environment_steps_of_the_first_cell(
         write_run(run_of(study, "none", seed), [0.2, 0.4], before_s=4.0)
         write_run(run_of(study, "N", seed), [0.2, 0.5, 0.9], before_s=4.0)
     assert script(study.out) == 0
-    assert "| +0.500 ± 0.000 | +0.100 ± 0.000 |" in between_markers(tmp_path / "RESULTS.md")
+    assert "| +0.500 ± 0.000 | +0.100 ± 0.000 |" in between_markers(tmp_path / "docs/evidence.md")
 
 
 def test_the_page_gets_a_short_table_and_a_picture(
@@ -183,7 +183,7 @@ def test_the_ratio_is_a_bound_if_the_first_cell_never_reaches_the_threshold(
     for cell in ("none", "N"):
         write_run(run_of(study, cell, 0), RUNS[cell, 0], before_s=4.0)
     assert script(study.out) == 0
-    said = between_markers(tmp_path / "RESULTS.md")
+    said = between_markers(tmp_path / "docs/evidence.md")
     assert "| not reached | – | not reached |" in said
     assert "| 60 | < 0.83 | 2 |" in said, "60 of more than 72"
     assert "sparse" not in said.partition("Missing")[2].partition("|")[2]
@@ -195,7 +195,7 @@ def test_without_the_first_cell_nothing_is_compared(script: Script, tmp_path: Pa
         write_cold(study, seed, 0.0)
         write_run(run_of(study, "N", seed), RUNS["N", seed], before_s=4.0)
     assert script(study.out) == 0
-    said = between_markers(tmp_path / "RESULTS.md")
+    said = between_markers(tmp_path / "docs/evidence.md")
     assert "2 of 12\nruns are" in said and "`none`, `A`, `sparse`" in said
     assert "| `N` | 2 of 2 | 0.850 (0.215 to 1.000) | – | – | 0.475 ± 0.106 | 36 | – | 2 |" in said
 
@@ -213,7 +213,7 @@ def test_missing_markers_are_named_and_nothing_is_written(
     needed = "needs <!-- evidence --> once and <!-- /evidence --> once after it"
     assert capsys.readouterr().err == f"evidence: {page}: {needed}\n"
     assert page.read_text() == text
-    assert (tmp_path / "RESULTS.md").read_text() == EMPTY
+    assert (tmp_path / "docs/evidence.md").read_text() == EMPTY
     assert not (tmp_path / "docs" / "evidence.png").exists()
 
 
@@ -231,10 +231,10 @@ def test_other_directories_are_refused(
     ):
         assert script(tmp_path / name) == 2
         assert capsys.readouterr().err == f"evidence: {tmp_path / name}: {message}\n"
-    assert (tmp_path / "RESULTS.md").read_text() == EMPTY
+    assert (tmp_path / "docs/evidence.md").read_text() == EMPTY
 
 
 def test_the_documents_have_their_markers(script: Script) -> None:
     evidence = importlib.import_module("evidence")
-    for name in ("RESULTS.md", "docs/evolving.md"):
+    for name in ("docs/evidence.md", "docs/evolving.md"):
         assert "\nfigures\n" in evidence.replaced(ROOT / name, "figures")

@@ -17,7 +17,8 @@ from typing import IO
 import psutil
 import pytest
 from buffer_world import World
-from launches import COMMAND, DEADLINE_S, alive, wait_for
+from forked import COMMAND
+from launches import DEADLINE_S, alive, wait_for
 from serial_recipe import RECIPE as SERIAL
 
 from evolver_async import cli

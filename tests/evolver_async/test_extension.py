@@ -8,7 +8,7 @@ import pytest
 
 from actors.endpoint.outcome import load_agent
 from actors.envs.base import EnvError, env_class, make_env
-from evolver_async.extension import imported, noted
+from evolver_async.extension import Builtins, imported, noted
 from evolver_async.metrics.sinks import Sinks, nothing
 
 
@@ -70,3 +70,11 @@ def test_an_environment_that_exits_cannot_be_made(write: Callable[[str, str], No
     )
     with pytest.raises(EnvError, match=r"env\.name: .*SystemExit"):
         make_env("leaving_env:Leaves", {})
+
+
+def test_a_kind_has_one_function() -> None:
+    builtins: Builtins[Callable[[], str]] = Builtins("correction.kind")
+    builtins("ppo", prepare=None)(lambda: "first")
+    with pytest.raises(ValueError, match=r"^correction\.kind=ppo: "):
+        builtins("ppo")(lambda: "second")
+    assert builtins.of("ppo")() == "first" and vars(builtins["ppo"]) == {"prepare": None}

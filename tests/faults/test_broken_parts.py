@@ -13,7 +13,8 @@ from pathlib import Path
 
 import broken
 import pytest
-from launches import COMMAND, DEADLINE_S, wait_for
+from forked import COMMAND
+from launches import DEADLINE_S, wait_for
 from openai_server import OpenAIServer
 
 from evolver_async.durations import since_1970

@@ -664,7 +664,7 @@ def test_the_running_baseline_goes_on_from_step_to_step(tiny, tmp_path):
         assert state.baseline == pytest.approx(baseline)
 
 
-@correction(reads_anchor=False)
+@correction(reads_anchor=False, clips=False)
 def unscaled(tokens: ActionTokens, settings: CorrectionConfig) -> Corrected:
     """vcpo without its scaled rate."""
     return vcpo(tokens, settings)

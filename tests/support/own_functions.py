@@ -16,12 +16,12 @@ from learner.advantage.rewards import Rewards
 from learner.loss.correction import ActionTokens, Corrected, correction
 
 
-@correction(reads_anchor=False)
+@correction(reads_anchor=False, clips=False)
 def halved(tokens: ActionTokens, settings: CorrectionConfig) -> Corrected:
     """The policy gradient with half of its weight."""
     one_N = torch.ones_like(tokens.old_N)
     weight_N = one_N * settings.params["weight"]
-    return Corrected(tokens.theta_N, weight_N, one_N, one_N, clips=False)
+    return Corrected(tokens.theta_N, weight_N, one_N, one_N)
 
 
 def centred(

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from evolver_async.config import Config, StageConfig
-from evolver_async.config.load import dump
+from evolver_async.config.load import END, to_yaml
 from evolver_async.runs.watch import runs
 from evolver_async.study import directory
 from evolver_async.study.cells import cells_of
@@ -15,6 +15,7 @@ from evolver_async.study.directory import CellRun, Study, cold_run, runs_of
 STEP_S = 2.0  # of a step of a run
 EPISODES = 8  # of a step, each of `TURNS`
 TURNS = 3.0
+_texts: dict[str, str] = {}  # of configurations by their repr
 
 
 def made_study(out: Path, definition: Definition) -> Study:
@@ -49,7 +50,7 @@ def write_run(
     run.directory.mkdir(parents=True, exist_ok=True)
     cold = [StageConfig(kind="sft", steps=4)] if before_s else []
     config = config or Config(stages=[*cold, StageConfig(steps=4)])
-    dump(config, run.directory / "config.yaml")
+    (run.directory / "config.yaml").write_text(_dumped(config))
     rows = []
     for step, value in enumerate(evals, start=1):
         seconds = before_s + STEP_S * step
@@ -88,6 +89,13 @@ def write_run(
     (run.directory / "metrics.jsonl").write_text(lines)
     if code is not None:
         runs.end(run.directory, code, reason)
+
+
+def _dumped(config: Config) -> str:
+    """What `dump` writes, made once for the many runs with the same configuration."""
+    if repr(config) not in _texts:
+        _texts[repr(config)] = f"{to_yaml(config)}{END}\n"
+    return _texts[repr(config)]
 
 
 def write_cold(study: Study, seed: int, value: float) -> None:

@@ -92,6 +92,7 @@ def run(tmp_path: Path) -> Iterator[Callable[..., None]]:
         components: ActorComponents | None = None,
         groups: int = 8,
         questioning: str = "none",
+        episode_timeout_s: float = 600.0,
     ) -> None:
         async def play() -> None:
             server = LocalServer(buffer, "run")
@@ -103,6 +104,7 @@ def run(tmp_path: Path) -> Iterator[Callable[..., None]]:
                 groups=groups,
                 group_size=2,
                 components=components,
+                episode_timeout_s=episode_timeout_s,
             )
             worker.config.questioning.kind = questioning
             loop.call_later(seconds, worker.stop.set)
@@ -122,6 +124,7 @@ def worker_of(
     publisher: ShmPublisher,
     lag: int = 0,
     step_timeout_s: float = 30.0,
+    episode_timeout_s: float = 600.0,
     groups: int = 8,
     group_size: int = 8,
     stages: list[StageConfig] | None = None,
@@ -131,6 +134,7 @@ def worker_of(
     config.actors.groups, config.rollout.group_size = groups, group_size
     config.actors.weight_lag = lag
     config.env.step_timeout_s = step_timeout_s
+    config.env.episode_timeout_s = episode_timeout_s
     source = FetchedWeights(ShmReceiver(publisher.address), engine)
     return Worker(config, client, source, engine, CHAT, "actor-0", 0, components)
 

@@ -45,10 +45,12 @@ GUIDED = [
     "stages=[{kind: rl, steps: 3}]",
 ]
 RUNS = {
-    "a reference and entropy": [
+    "a reference, entropy and bounds on updates": [
         "loss.kl_coef=0.01",
         "loss.entropy_coef=0.01",
         "loss.entropy_top_k=2",
+        "loss.target_kl=0.001",
+        "correction.kind=icepop",
     ],
     "adapters in bfloat16": ["policy.lora.rank=2", "policy.dtype=bfloat16", "loss.kl_coef=0.01"],
     "a critic of its own": [
@@ -57,14 +59,15 @@ RUNS = {
         "learner.gradient_checkpointing=true",
     ],
     "a shared critic": ["advantage.kind=vtrace", "correction.kind=none"],
-    "bounds on updates": [
-        "loss.target_kl=0.001",
-        "correction.kind=icepop",
-    ],
-    "sequence ratios": ["correction.kind=gspo", "correction.anchor=interpolate"],
     "distillation": [*GUIDED, "experience.internalise=distill"],
     "stripping": [*GUIDED, "experience.reliance_coef=0.5", "correction.guided=behaviour"],
-    "its own judge": ["judge.kind=self", "advantage.kind=adca", "policy.max_length=1024"],
+    "sequence ratios and its own judge": [
+        "correction.kind=gspo",
+        "correction.anchor=interpolate",
+        "judge.kind=self",
+        "advantage.kind=adca",
+        "policy.max_length=1024",
+    ],
     "pairs and a model of the world": [
         "stages=[{kind: world_model, steps: 1, alternatives: 1}, {kind: rl, steps: 1},"
         " {kind: dpo, steps: 1}]",

@@ -186,7 +186,7 @@ class Code(Env):
         return Step(self.shown, 0.0, False, False, Info(tool_error=failed))
 
     def _refuse(self, why: str) -> Step:
-        """Return the step of an invalid call: nothing is run, and the policy is told why."""
+        """Return the step of an invalid call: nothing is run, and the policy gets the reason."""
         return Step(f"{ERROR}{why}", 0.0, False, False, Info(valid=False, tool_error=True))
 
     def _observation(self, result: Result) -> str:

@@ -160,8 +160,8 @@ class CliffWalking(MapWalk):
     """CliffWalking environment. `layout: classic` is gymnasium's map in any size; in a `drawn` one
     the start, the goal and the cliff cells (of probability `cliff_prob`) are anywhere.
 
-    `expert` is who demonstrates; see `MapWalk` for `grid`, `hints` and `max_moves`. ValueError
-    names the parameter that is out of range.
+    `expert`: the demonstrator; see `MapWalk` for `grid`, `hints` and `max_moves`. ValueError names
+    the parameter that is out of range.
     """
 
     instructions = INSTRUCTIONS.format(" ".join(ACTIONS))

@@ -124,8 +124,8 @@ def _choices(place: PageState, product: Product) -> Iterator[str]:
     """Yield a line for each option: its values, and the one chosen."""
     chosen = dict(place.chosen)
     for name, values in product.options.items():
-        said = f" chosen {chosen[name]}" if name in chosen else ""
-        yield f"{name}: {' '.join(f'[{value}]' for value in values)}{said}"
+        mark = f" chosen {chosen[name]}" if name in chosen else ""
+        yield f"{name}: {' '.join(f'[{value}]' for value in values)}{mark}"
 
 
 def _listed(shop: Catalogue, place: PageState, page_size: int) -> tuple[Product, ...]:

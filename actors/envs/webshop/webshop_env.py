@@ -58,7 +58,7 @@ class WebShop(Env):
     isolation = "thread"  # large catalogues take minutes to read, and their searches a while
     instructions = f"{GOAL} actions search[words] click[button] ."
     plain_instructions = PLAIN_GOAL + PLAIN_ACTIONS
-    refusal = ""  # what is said before the page when an action does not exist
+    refusal = ""  # text before the page if an action does not exist
 
     page_size: int = 10
     max_chars: int = 2000

@@ -45,8 +45,8 @@ class Progress(NamedTuple):
 @dataclass(kw_only=True, eq=False)
 class Workshop(Env):
     """Workshop environment. An item has `steps` names, each out of `names`; each name wants one of
-    `choices` actions, drawn by `secret`. `fatal`: a wrong action ends the episode; otherwise
-    nothing is told before the last step.
+    `choices` actions, drawn by `secret`. `fatal`: a wrong action ends the episode; otherwise there
+    is no feedback before the last step.
 
     `until` makes the first steps of an item the task, 0 all of them. `free` is an episode without
     end: a wrong action changes nothing and is not valid, and `until` has no effect.

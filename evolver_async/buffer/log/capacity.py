@@ -25,11 +25,11 @@ class DiskCapacity:
     limit_bytes: int
 
     def full(self) -> str | None:
-        """The reason for which no trajectory may be accepted, None if it may."""
+        """Reason why no trajectory may be accepted, None if it may."""
         return self.journal.problem or self._lacks(self._reserve())
 
     def scarce(self) -> str | None:
-        """The reason for which the journal should not grow much further, None if it may."""
+        """Reason why the journal should not grow much further, None if it may."""
         size = self.journal.size
         if size >= self.limit_bytes:
             return (
@@ -39,7 +39,7 @@ class DiskCapacity:
         return self._lacks(2 * self._reserve())
 
     def obstacle(self) -> str | None:
-        """The reason for which no new group may be granted, None if one may."""
+        """Reason why no new group may be granted, None if one may."""
         scarce = self.scarce()
         return self.full() or (scarce if scarce and self._supplied() else None)
 

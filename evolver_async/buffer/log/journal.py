@@ -53,7 +53,7 @@ class Journal:
         self._lock = disk.lock(directory)  # held until close
         self.sizes = {int(path.stem): path.stat().st_size for path in directory.glob(segment.NAMES)}
         self.newest = max(self.sizes, default=0)
-        self.problem = ""  # the reason for which the last commit was refused
+        self.problem = ""  # the reason why the last commit was refused
         self.sync_s: deque[float] = deque(maxlen=SYNCS)  # seconds of the newest syncs
         self._sealed: dict[int, int] = {}
         self._snapshot_bytes = self._counted_from = 0
@@ -187,6 +187,8 @@ class Journal:
             path.unlink()
             raise
         self._sync(fd, 0)
+        # The name of the new segment must be on disk before the old one is sealed and before any
+        # commit in it is acknowledged.
         sync_directory(self.directory)
         if self._fd >= 0:
             with contextlib.suppress(OSError):  # the seal is checked if present, not required
@@ -282,6 +284,8 @@ class Journal:
                 while left:
                     left = left[os.write(fd, left) :]
         except OSError as error:
+            # A torn commit with others behind it would be damage at the next start. Until it is cut
+            # off nothing may follow it.
             self._broken = True
             os.ftruncate(fd, size)
             refusal = disk.no_room(self.directory, error)

@@ -22,6 +22,7 @@ from collections.abc import Iterator
 COMMIT = struct.Struct("<II")
 RECORD = struct.Struct("<III")
 END = struct.Struct("<IB")
+# Not 0: after a power cut room that the file system made beforehand is full of zeros.
 LAST = 0xA5
 NAMES = "[0-9]" * 8 + ".log"  # of the files; others in the directory are a person's
 LARGE = 64 << 10  # bytes; copying a smaller body costs less than a call to write it

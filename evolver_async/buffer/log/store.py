@@ -82,6 +82,8 @@ class BufferStore:
             self.spare = True
         if self.spare:
             try:
+                # Moving a segment into the archive can need room. Old segments only occupy space,
+                # so a lack of it must not end the buffer here, nor at every start after it.
                 self.journal.drop(self._needed())
             except DiskFull as refusal:
                 log.warning("%s; old segments stay for now", refusal)

@@ -81,7 +81,7 @@ class Failures:
         self._in_row = 0
 
     def reason_to_stop(self, playing: int, now: float) -> str:
-        """The reason for which the run cannot go on, "" if it can.
+        """Reason why the run cannot go on, "" if it can.
 
         Each of the `playing` episodes may fail once beyond `most`: where many begin together, many
         can fail before the first group could be finished.

@@ -13,8 +13,6 @@ from evolver_async.schema import Trajectory, TurnFlag
 
 ENOUGH = 32  # episodes from which on one step's data are judged
 MOST, NEARLY_ALL = 0.5, 0.9
-WITHOUT_CRITIC = ("grpo", "grpo_process", "adca", "rloo", "opob")  # compare members of a group
-BY_LABELS = ("grpo_process", "adca")  # learn from a judge's labels, too
 
 
 @dataclass
@@ -102,9 +100,9 @@ class FirstData:
 
 
 def nothing_to_learn(settings: Config, sums: FirstSums) -> str:
-    """Return the reason for which these episodes teach nothing, and the key that helps; "" if they
+    """Return the reason why these episodes teach nothing, and the key that helps; "" if they
     may teach something."""
-    rollout, kind, count = settings.rollout, settings.advantage.kind, sums.episodes
+    rollout, kind, count = settings.rollout, settings.advantage.facts, sums.episodes
     cut, unread = sums.cut / max(1, sums.turns), sums.unread / max(1, sums.turns)
     first = f"of the first {count} episodes"
     none = f"none {first} succeeded"
@@ -121,7 +119,7 @@ def nothing_to_learn(settings: Config, sums: FirstSums) -> str:
             f"{unread:.0%} of the turns cannot be read as rollout.format={rollout.format}, and"
             f" {none}: choose another rollout.format, or teach this one in an sft stage before"
         )
-    judged = settings.judge.kind != "none" and kind in BY_LABELS
+    judged = settings.judge.kind != "none" and kind.unlabelled
     if sums.largest_earned - sums.least_earned <= EQUAL and not judged:
         reward = f"the reward {sums.largest_earned:g}"
         if sums.successes == count:
@@ -135,7 +133,7 @@ def nothing_to_learn(settings: Config, sums: FirstSums) -> str:
             f"no reply was rewarded: all {first} have {reward}, {sums.successes} succeeded; look"
             " at the first reply, choose easier tasks, a reward with more steps, or an sft stage"
         )
-    compares = kind in WITHOUT_CRITIC and rollout.group_size > 1
+    compares = kind.compares and rollout.group_size > 1
     if sums.alike == sums.groups and compares and not judged:
         return (
             f"all rewards within a group are equal, in each of the first {sums.groups} groups, so"

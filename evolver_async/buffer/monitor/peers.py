@@ -126,7 +126,7 @@ class Peer(msgspec.Struct):
 
     @property
     def worked_at(self) -> float:
-        """Time at which it was last heard of, or worked by its heartbeats."""
+        """Time of its last request, or of the last work that its heartbeats show."""
         return max(self.seen, self.moved_at, self.busy_at)
 
     @property
@@ -367,7 +367,7 @@ class Activity:
         return f"{first}{more}: {peer.phase or 'start'}, {now - peer.seen:.0f} s"
 
     def learner_reasons(self) -> list[str]:
-        """Return the reasons for which the learner waits."""
+        """Return the reasons why the learner waits."""
         waits = {} if self.learner is None else self.peers[self.learner].waits
         return [reason for reason, _ in waits.values()]
 

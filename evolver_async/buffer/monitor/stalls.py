@@ -20,7 +20,7 @@ REPEAT_LIMIT_S = 960.0
 ALERT_STEPS = 3  # a process may wait for so many of the run's longest steps without an alert
 ALERT_PAUSE_S = 3600.0  # between two alerts of one process
 LIFE = "life"  # of what a silent or stuck process has none
-STANDSTILL_S = 3.0  # between two calls of `lines`, past which nobody could be heard meanwhile
+STANDSTILL_S = 3.0  # between two calls of `lines`; in a longer one no request was received
 WAITS = {"sample": "waits for fresh data: "}
 PARKED_S = 6.0  # a parked LEASE may speak of weights that its sender has replaced since
 
@@ -29,7 +29,7 @@ class Stall(msgspec.Struct, frozen=True):
     """A process, `who`, without progress for `for_s` seconds.
 
     `about` (groups, weights, take or life) distinguishes several stalls of one process. `silent`:
-    nothing at all was heard of it, so it has ended, is stopped, or cannot be reached.
+    no message came from it, so it has ended, is stopped, or cannot be reached.
     """
 
     who: str

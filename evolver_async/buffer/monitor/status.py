@@ -57,7 +57,7 @@ class StatusReport:
         self._sampled_before = self.state.ledger.sampled_tokens()  # of earlier buffer processes
 
     def admission(self, held: WeightId | None, now: float) -> str:
-        """The reason for which no further group fits, and the process that can change it.
+        """Reason why no further group fits, and the process that can change it.
 
         `held`: the newest weights that the asking actor has held.
         """
@@ -103,7 +103,7 @@ class StatusReport:
         return f"{lacking}; {actors} actors alive{refused}"
 
     def refills(self) -> str:
-        """The reason for which dynamic sampling stops refilling."""
+        """Reason why dynamic sampling stops refilling."""
         replay = self.state.replay
         ready = len(replay.by_state["ready"])
         equal = "successes" if replay.numbers.by_success else "rewards"
@@ -114,7 +114,7 @@ class StatusReport:
         )
 
     def reason_to_stop(self, now: float) -> str:
-        """The reason for which no data can come any more, "" if some can."""
+        """Reason why no data can come any more, "" if some can."""
         playing = self.leases.playing
         if reason := self.failures.reason_to_stop(playing, now):
             return reason

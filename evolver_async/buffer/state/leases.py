@@ -10,6 +10,9 @@ from collections.abc import Iterator
 
 import msgspec
 
+# During a standstill nobody is answered, so no actor can renew. If all of that time counted, a slow
+# sync would have every episode of every actor played again. Some of it counts, so that the leases
+# of a dead actor end even where every sync is slow.
 COUNTED_S = 1.0  # the most that counts between two calls of `expire`; the rest is a standstill
 COUNTED_SHARE = 0.2  # of a lease, if that is less
 LOGGED_S = 3.0  # a shorter standstill is not: a slow disk has dozens of them a minute
@@ -56,7 +59,7 @@ class Leases:
         self._expired_at = math.inf  # the last call of `expire`
         self._by_group: dict[int, list[MemberLease]] = {}
         self._by_peer: dict[str, set[int]] = {}  # groups in which a peer holds a lease
-        # Groups of which a peer has sent all: it may not know yet, as its ACK waits for the disk.
+        # Groups whose members a peer has all sent. Its ACK may still wait for the disk.
         self._delivered: dict[str, set[int]] = {}
         self.expired: list[tuple[int, float]] = []  # group and age of members, by the last `expire`
 
@@ -82,7 +85,7 @@ class Leases:
         self.playing += len(lease.members)
 
     def finish(self, group_id: int, member: int, peer: str) -> None:
-        """End the lease of a member: it has arrived from `peer`, whoever held the lease."""
+        """End the lease of a member that arrived from `peer`, which need not be its holder."""
         over, own = False, False
         for lease in self.of_group(group_id):
             if member in lease.members:
@@ -110,10 +113,12 @@ class Leases:
     def renew(self, peer: str, progress: dict[int, int], now: float) -> list[int]:
         """Extend the leases of `peer`; return the groups in which it holds none.
 
-        It has lost none of which it has sent all members. Without any `progress` it only tells of
-        new weights, not that it holds no ticket.
+        A group is not lost once `peer` has sent all its members. An empty `progress` reports new
+        weights, and not that the actor holds no ticket.
         """
         lost, delivered = [], self._delivered.pop(peer, set())
+        # A RENEW without tickets only tells of new weights. Forgetting here would fence an actor
+        # whose last members still wait for the disk.
         if progress:
             delivered &= progress.keys()
         if delivered:
@@ -167,8 +172,8 @@ class Leases:
     def expire(self, now: float) -> list[str]:
         """Vacate the leases that ran out; return a line for the log about each.
 
-        No lease runs out by a standstill of this process, or of its disk: nobody was answered then.
-        It ends all the same where one standstill follows the other, as some time always counts.
+        A standstill of this process or its disk ends no lease, as no actor could renew. A part of
+        it counts, so leases end even where standstills follow each other.
         """
         lost = self._extend(self._stood_still_s(now), now)
         self._expired_at = now

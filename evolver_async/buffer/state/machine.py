@@ -196,6 +196,7 @@ class BufferState:
         for held in [held for held in self.replay.live("eval") if held.pinned]:
             self._evicted(held.group_id, "lineage")
         self.evaluations.abandon(record.lineage)
+        # A new start of the learner tries them again: their cause may have been mended.
         self.tasks.lift_quarantines()
         head = self.replay.at.head
         if record.episodes and head is not None:

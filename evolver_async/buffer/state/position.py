@@ -74,7 +74,7 @@ class Position(msgspec.Struct):
         return any(group_id in taken.groups for taken in self.takes.values() if not taken.reported)
 
     def unrepeatable(self, take: int, stage: int, max_staleness: int) -> str:
-        """The reason for which `take` cannot be repeated in `stage`; "" if it can.
+        """Reason why `take` cannot be repeated in `stage`; "" if it can.
 
         Their staleness is that of the first time, as long as the takes before were repeated.
         """

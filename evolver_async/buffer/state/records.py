@@ -1,7 +1,13 @@
 """Records of the journal: every decision that must survive a restart, and their snapshot.
 
 A record is encoded as msgpack; its tag belongs to the journal's format. The trajectory of an
-`Arrived` lies beside it in the journal.
+`Arrived` lies beside it in the journal. As JSON the records of one group would be, shortened:
+
+    {"record": "granted", "group_id": 12, "task": {...}, "members": [0, 1], "actor": "actor-0"}
+    {"record": "arrived", "group_id": 12, "member": 1, "attempt": 0, "tokens": 57, "reward": 1.0}
+    {"record": "arrived", "group_id": 12, "member": 0, "attempt": 0, "tokens": 31, "reward": 0.0}
+    {"record": "taken", "take": 41, "stage": 0, "groups": [12]}
+    {"record": "reported", "take": 41, "version": 42, "fates": {"12": "trained"}, "episodes": 0}
 """
 
 import msgspec

@@ -61,7 +61,7 @@ class Replay(Admission):
         return None if taken is None or taken.lineage == self.at.lineage else taken
 
     def unrepeatable(self, take: int, stage: int) -> str:
-        """The reason for which a take cannot be repeated in `stage`; "" if it can."""
+        """Reason why a take cannot be repeated in `stage`; "" if it can."""
         return self.at.unrepeatable(take, stage, self.stages[stage].max_staleness)
 
     def drop_repeats(self, take: int, reason: str) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from evolver_async.config.checks.address_checks import endpoint, socket_address
 from evolver_async.config.effective.inert import guided_members
 from evolver_async.config.sections import Config
-from evolver_async.config.sections.agentevolver import LLM_SECTIONS, UNAUDITED
+from evolver_async.config.sections.agentevolver import LLM_SECTIONS
 from evolver_async.config.sections.reward import SUCCESS_RULES
 from evolver_async.config.sections.rollout import EXTERNAL, EndpointConfig
 
@@ -49,11 +49,9 @@ def _players(config: Config) -> Iterator[tuple[str, str]]:
         yield "rollout.players", f"must be empty, or several different names: is {names}"
     if config.reward.terms:
         yield "reward.terms", "must be empty: each of rollout.players has a reward of its own"
-    if config.advantage.baseline == "shared" and config.selection.kind == "dynamic":
-        yield (
-            "advantage.baseline",
-            "must be player: selection.kind=dynamic looks at the rewards of each player",
-        )
+    if config.advantage.baseline == "shared" and config.selection.facts.refills:
+        looks = f"selection.kind={config.selection.kind} looks at the rewards of each player"
+        yield "advantage.baseline", f"must be player: {looks}"
 
 
 def _elsewhere(endpoint: EndpointConfig) -> Iterator[tuple[str, str]]:
@@ -103,7 +101,7 @@ def mechanisms(config: Config) -> Iterator[tuple[str, str]]:
         yield from endpoint(f"{name}.llm", section.llm)
     stall = config.buffer.stall_s
     for name, waits in (
-        ("judge", judged or config.judge.kind not in UNAUDITED),
+        ("judge", judged or config.judge.audited),
         ("reflection", config.reflection.kind == "llm"),
         ("reward", bool(config.reward.terms)),
     ):

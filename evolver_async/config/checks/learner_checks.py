@@ -6,17 +6,12 @@ from evolver_async.config.effective.inert import guided_members
 from evolver_async.config.sections import Config
 from evolver_async.config.sections.learner import ROUNDING
 
-RELATIVE = {  # values that compare the members of a group
-    "advantage": ("grpo", "adca", "rloo", "opob"),
-    "selection": ("spread", "top_p", "top_k", "min_p", "resample_on_correct", "dynamic"),
-}
-
 
 def learner(config: Config) -> Iterator[tuple[str, str]]:
     """Require that correction, loss, optimizer and ranks fit each other."""
     learner, loss, correction = config.learner, config.loss, config.correction
     short = config.policy.decided_dtype == "bfloat16" and correction.anchor == "interpolate"
-    if short and correction.kind == "gspo" and min(loss.clip_low, loss.clip_high) < ROUNDING:
+    if short and correction.facts.of_sequence and min(loss.clip_low, loss.clip_high) < ROUNDING:
         rounds = f"bfloat16 rounds the ratio of a sequence by {ROUNDING}, beyond loss.clip_low and"
         remedies = "loss.clip_high; or raise these, or set policy.dtype=float32"
         yield "correction.anchor", f"must be recompute: {rounds} {remedies}"
@@ -40,14 +35,13 @@ def learner(config: Config) -> Iterator[tuple[str, str]]:
 def groups(config: Config) -> Iterator[tuple[str, str]]:
     """Require groups that are large enough for selection and advantage in an rl stage."""
     selection, advantage, size = config.selection, config.advantage, config.rollout.group_size
-    for section, kinds in RELATIVE.items():
-        kind = getattr(config, section).kind
-        if size == 1 and kind in kinds:
-            reason = f"{section}.kind={kind} compares members of a group"
+    for name, section in (("advantage", advantage), ("selection", selection)):
+        if size == 1 and section.facts.compares:
+            reason = f"{name}.kind={section.kind} compares members of a group"
             yield "rollout.group_size", f"must be at least 2: {reason}"
     if config.experience.kind != "none" and config.experience.internalise == "distill":
         guided = guided_members(config)
-        if advantage.kind in RELATIVE["advantage"] and 1 in (guided, size - guided):
+        if advantage.facts.compares and 1 in (guided, size - guided):
             reason = "distill compares guided members with each other, and so the others"
             yield "rollout.guided_fraction", f"leaves one of {size} members alone: {reason}"
     if 0 < selection.members < min(4, size):

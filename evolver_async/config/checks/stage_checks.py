@@ -33,7 +33,7 @@ def limits(config: Config, index: int) -> Iterator[tuple[str, str]]:
         yield "rollout.group_size", f"must be at least 2: {where} compares members of a group"
     if (decay := config.learner.decay) != "none" and not stage.steps:
         yield f"{where}.steps", f"must be set: learner.decay={decay} runs over the stage's steps"
-    decays = config.advantage.kind == "adca" and config.advantage.alpha_final >= 0
+    decays = "alpha_final" in config.advantage.facts.reads and config.advantage.alpha_final >= 0
     if stage.kind == "rl" and decays and not stage.steps:
         yield f"{where}.steps", "must be set: advantage.alpha_final is reached at the last step"
     groups = config.learner.groups_per_step

@@ -7,10 +7,8 @@ from typing import Any, NamedTuple
 
 from evolver_async.config.effective.inert import guided_members, inert
 from evolver_async.config.sections import Config
-from evolver_async.config.sections.learner import INTERPOLATED
 from evolver_async.config.sections.run import EvalSetConfig, StageConfig
 
-PER_TURN = {"grpo_process": "grpo", "gae_bilevel": "gae"}  # and what they are with a single turn
 SETS = "eval.sets."
 
 
@@ -58,21 +56,21 @@ def _guidance(config: Config, stage: StageConfig) -> Found:
 
 
 def _estimator(config: Config, stage: StageConfig) -> Found:
-    """Name what adca is without labels, and an estimator of turns with a single turn; discounted
-    bootstraps differ."""
-    advantage = config.advantage
-    if advantage.kind == "adca" and config.judge.kind == "none":
-        yield "advantage.kind", "grpo", "judge.kind=none: without labels adca is the outcome alone"
-    differs = advantage.kind == "gae_bilevel" and advantage.bootstrap
-    if config.rollout.max_turns == 1 and advantage.kind in PER_TURN and not differs:
-        yield "advantage.kind", PER_TURN[advantage.kind], "the same with rollout.max_turns=1"
+    """Name what an estimator of labels is without them, and one of turns with a single turn;
+    discounted bootstraps differ."""
+    advantage, facts = config.advantage, config.advantage.facts
+    if facts.unlabelled and config.judge.kind == "none":
+        yield "advantage.kind", facts.unlabelled, "judge.kind=none: without labels it is the same"
+    differs = facts.critic and advantage.bootstrap
+    if config.rollout.max_turns == 1 and facts.one_turn and not differs:
+        yield "advantage.kind", facts.one_turn, "the same with rollout.max_turns=1"
 
 
 def _correction(config: Config, stage: StageConfig) -> Found:
-    correction = config.correction
-    if config.advantage.kind == "vtrace" and correction.kind != "none":
-        yield "correction.kind", "none", "advantage.kind=vtrace has its own correction"
-    elif correction.anchor == "interpolate" and correction.kind in INTERPOLATED:
+    correction, advantage = config.correction, config.advantage
+    if advantage.facts.corrects and correction.kind != "none":
+        yield "correction.kind", "none", f"advantage.kind={advantage.kind} has its own correction"
+    elif correction.anchor == "interpolate" and "anchor" in correction.facts.reads:
         strips = config.experience.kind != "none" and config.experience.internalise == "strip"
         if strips and guided_members(config):
             yield "correction.anchor", "recompute", "guided tokens have no interpolated anchor"
@@ -80,7 +78,7 @@ def _correction(config: Config, stage: StageConfig) -> Found:
 
 def _members(config: Config, stage: StageConfig) -> Found:
     selection, size = config.selection, config.rollout.group_size
-    if selection.kind == "resample_on_correct" and selection.members > size:
+    if "members" in selection.facts.reads and selection.members > size:
         yield "selection.members", size, "rollout.group_size"
 
 
@@ -103,9 +101,10 @@ def _reuse(config: Config, stage: StageConfig) -> Found:
 
 def _minibatches(config: Config, stage: StageConfig) -> Found:
     selection, kept = config.selection, config.learner.groups_per_step
-    if stage.kind == "rl" and selection.kind == "spread":
+    read = selection.facts.reads if stage.kind == "rl" else ()
+    if "keep" in read:
         kept = max(1, round(kept * selection.keep))
-    elif stage.kind == "rl" and selection.kind == "top_k":
+    if "k" in read:
         kept = min(kept, selection.k)
     if config.learner.minibatches > kept:
         yield "learner.minibatches", kept, f"groups that a step trains: {kept}"

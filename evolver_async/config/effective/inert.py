@@ -8,9 +8,8 @@ from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
+from evolver_async.config.kinds import KINDS, SELECTIONS
 from evolver_async.config.sections import Config
-from evolver_async.config.sections.agentevolver import UNAUDITED
-from evolver_async.config.sections.learner import UNCLIPPED, WITH_CRITIC
 from evolver_async.config.sections.run import SUPERVISED, StageConfig
 from evolver_async.config.values.rules import keys
 from evolver_async.extension import is_own
@@ -31,52 +30,11 @@ ENTROPY = ("entropy_top_k",)  # the key of `loss` that supervised stages read: e
 PREFERENCES = (*ENTROPY, "dpo_beta", "dpo_nll_coef")  # those that a dpo stage reads
 OF_RL = ("advantage", "correction", "critic")
 OF_ADVANTAGES = ("distill_coef", "reliance_coef")  # keys of `experience` that rl stages alone read
-REFILLS = (
-    "kind",
-    "by",
-    "max_refills",
-    "max_empty",
-)  # the keys of `selection` that a dpo stage reads
-PAIRED = ("all", "dynamic")  # and its kinds
+REFILLS = ("kind", "by", "max_refills", "max_empty")  # keys of `selection` that a dpo stage reads
 OF_ROLLOUTS = {  # keys that act on groups that the policy played
     "rollout": ("temperature", "guided"),
     "tasks": ("synthetic",),
     "buffer": ("sampler", "params", "straggler"),
-}
-# Keys that kinds of a section read. A key that is in no row is read by every kind.
-OF_SELECTION = {
-    "all": (),
-    "spread": ("by", "keep", "drop_zero", "scale"),
-    "top_p": ("by", "p", "scale"),
-    "top_k": ("by", "k", "drop_zero", "scale"),
-    "min_p": ("by", "p", "drop_zero", "scale"),
-    "resample_on_correct": ("by", "members", "draw", "scale"),
-    "dynamic": ("by", "scale", "max_refills"),
-}
-CRITIC_KEYS = ("gamma", "lam", "whiten", "bootstrap")
-OF_ADVANTAGE = {
-    "grpo": ("std",),
-    "grpo_process": ("std",),
-    "adca": ("std", "alpha", "alpha_final", "length"),
-    "rloo": (),
-    "reinforce": ("baseline_decay",),
-    "opob": ("std",),
-    "gae": CRITIC_KEYS,
-    "gae_bilevel": (*CRITIC_KEYS, "gamma_turn"),
-    "vtrace": (*CRITIC_KEYS, "rho_max", "c_max"),
-}
-OF_CORRECTION = {
-    "none": (),
-    "ppo": (),
-    "decoupled": ("anchor", "level", "w_max"),
-    "icepop": ("anchor", "low", "high"),
-    "geo_mask": ("anchor", "low", "high"),
-    "cispo": ("epsilon",),
-    "gspo": ("anchor", "w_max"),
-    "topr": ("level",),
-    "vcpo": ("w_max",),
-    "m2po": ("w_max", "second_moment"),
-    "dppo_tv": ("w_max", "divergence"),
 }
 
 
@@ -86,7 +44,7 @@ def inert(config: Config, stage: StageConfig) -> dict[str, str]:
     rules = [_experience, _judge, _questioning, _endpoints, _tasks, _processes, _rollout, _safety]
     rules += [_loss, _schedule]
     if kind == "rl":
-        rules += [_selection, _advantage, _correction]
+        rules += [_of_kinds, _advantage, _correction]
     for rule in rules:
         for key, why in rule(config):
             found.setdefault(key, why)
@@ -142,8 +100,9 @@ def idle_because(kind: str, section: str, name: str, value: Any) -> str:
         return "alarms watch rl stages"
     if not dpo and (section == "selection" or name in OF_ROLLOUTS.get(section, ())):
         return f"a stage of kind {kind} trains on scripted episodes, in their order"
-    if section == "selection" and (name not in REFILLS or (name == "kind" and value not in PAIRED)):
-        return "a dpo stage makes a pair of every group: all, or dynamic"
+    paired = [kind for kind, facts in SELECTIONS.items() if facts.pairs]
+    if section == "selection" and (name not in REFILLS or (name == "kind" and value not in paired)):
+        return f"a dpo stage makes a pair of every group: {', or '.join(paired)}"
     return ""
 
 
@@ -179,9 +138,10 @@ def _experience(config: Config) -> Inert:
         yield from ((key, why) for key in STRIPPING)
     if experience.internalise == "none":
         yield "experience.keep_copied", why
-    if config.correction.kind in UNCLIPPED:
+    correction = config.correction.facts
+    if not correction.clips:
         yield "loss.boost", f"correction.kind={config.correction.kind} clips no ratio"
-    stale = config.correction.kind == "ppo" and config.correction.guided != "anchor"
+    stale = not correction.reads_anchor and config.correction.guided != "anchor"
     if config.learner.minibatches == 1 and not stale:
         yield "loss.boost", "learner.minibatches=1: no clip takes effect"
 
@@ -192,7 +152,7 @@ def _judge(config: Config) -> Inert:
         yield "judge.params", f"judge.kind={judge.kind}"
     if config.rollout.agent_reward == "judged":
         return  # which needs endpoint and limits whatever the kind
-    if judge.kind in UNAUDITED:
+    if not judge.audited:
         yield from _but(_below("judge", f"judge.kind={judge.kind}"), "judge.kind")
     if judge.kind == "llm":
         yield "judge.max_tokens", "judge.kind=llm has judge.llm.max_tokens"
@@ -281,24 +241,17 @@ def _safety(config: Config) -> Inert:
         yield from _named("safety", ("rollbacks", "rollback_lr", "rollback"), why)
 
 
-def _selection(config: Config) -> Inert:
-    yield from _of_kind("selection", config.selection.kind, OF_SELECTION)
-
-
 def _advantage(config: Config) -> Inert:
     advantage = config.advantage
-    yield from _of_kind("advantage", advantage.kind, OF_ADVANTAGE)
-    if advantage.kind not in WITH_CRITIC:
+    if not advantage.facts.critic:
         yield from _below("critic", f"advantage.kind={advantage.kind}")
     if not advantage.overlong_limit:
         yield "advantage.overlong_cache", "advantage.overlong_limit=0"
 
 
 def _correction(config: Config) -> Inert:
-    kind = config.correction.kind
-    yield from _of_kind("correction", kind, OF_CORRECTION)
-    if kind in UNCLIPPED:
-        why = f"correction.kind={kind} clips no ratio"
+    if not config.correction.facts.clips:
+        why = f"correction.kind={config.correction.kind} clips no ratio"
         yield from _named("loss", ("clip_low", "clip_high", "dual_clip"), why)
 
 
@@ -315,15 +268,14 @@ def _schedule(config: Config) -> Inert:
         yield from _named("learner", ("decay_start", "lr_final"), "learner.decay=none")
 
 
-def _of_kind(section: str, kind: str, read: dict[str, tuple[str, ...]]) -> Inert:
-    """Yield the keys of a section that its kind does not read; one of one's own can read all."""
-    if kind not in read:
-        return
-    why = f"{section}.kind={kind}"
-    for name in {name: None for names in read.values() for name in names}:
-        if name not in read[kind]:
-            yield f"{section}.{name}", why
-    yield f"{section}.params", why
+def _of_kinds(config: Config) -> Inert:
+    """Yield the keys of sections that their kinds do not read; one of one's own can read all."""
+    for section, kinds in KINDS.items():
+        kind = getattr(config, section).kind
+        if not is_own(kind):
+            names = {name: None for facts in kinds.values() for name in facts.reads}
+            unread = (*(name for name in names if name not in kinds[kind].reads), "params")
+            yield from _named(section, unread, f"{section}.kind={kind}")
 
 
 @cache

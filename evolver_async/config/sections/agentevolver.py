@@ -15,9 +15,8 @@ from evolver_async.config.values.rules import (
     Scope,
     Variable,
 )
+from evolver_async.extension import is_own
 
-UNAUDITED = ("none", "rule")  # kinds of judge without probes: one is off, one computes labels
-EMBEDDERS = ("hash", "endpoint")  # those that are no path
 SUMMARISED = "auto"  # as questioning.profile: the model makes one
 LLM_SECTIONS = ("experience", "judge", "questioning", "reflection", "reward")  # have endpoints
 
@@ -81,7 +80,7 @@ class ExperienceConfig:
     # hash (n-grams), endpoint (that of experience.embedding), a sentence-transformers directory, or
     # package.module:function of a list of texts that returns one vector a text; also for
     # questioning's filter
-    embedder: Annotated[str, FilePath(but=EMBEDDERS, own=True)] = "hash"
+    embedder: Annotated[str, FilePath(but=("hash", "endpoint"), own=True)] = "hash"
     dimensions: Annotated[int, Range(ge=8)] = 256  # hash: of a vector
     top_k: Count = 5  # entries that guide an episode
     similarity: Fraction = 0.5  # least cosine between an entry's when_to_use and the task
@@ -106,6 +105,11 @@ class ExperienceConfig:
         """True if the run has an experience service, with a pool of its own."""
         return self.kind in ("contrast", "llm")
 
+    @property
+    def loads_embedder(self) -> bool:
+        """True if `embedder` is the directory of a model."""
+        return self.embedder not in ("hash", "endpoint") and not is_own(self.embedder)
+
 
 @dataclass
 class JudgeConfig:
@@ -129,6 +133,11 @@ class JudgeConfig:
     # (all of them for own judges)
     probes: Fraction = 0.02
     llm: LlmConfig = field(default_factory=LlmConfig)
+
+    @property
+    def audited(self) -> bool:
+        """True if labels are opinions, which probes measure: neither off nor computed."""
+        return self.kind not in ("none", "rule")
 
 
 @dataclass

@@ -4,6 +4,15 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal
 
+from evolver_async.config.kinds import (
+    ADVANTAGES,
+    BOUNDS,
+    CORRECTIONS,
+    SELECTIONS,
+    AdvantageKind,
+    CorrectionKind,
+    SelectionKind,
+)
 from evolver_async.config.sections.rollout import Device
 from evolver_async.config.values.rules import (
     Count,
@@ -25,74 +34,69 @@ LEFT_OPEN = -1.0  # value of a bound that correction.kind determines
 class SelectionConfig:
     """The groups of a step that train."""
 
-    kind: Annotated[
-        str, Open("all", "spread", "top_p", "top_k", "min_p", "resample_on_correct", "dynamic")
-    ] = "all"
-    # the spread of a group that kinds other than all compare: of its rewards, or of its successes,
-    # so that terms that only shape the reward do not train a group that failed throughout
+    kind: Annotated[str, Open(*SELECTIONS)] = "all"
+    # the spread of a group: of its rewards, or of its successes, so that terms that only shape the
+    # reward do not train a group that failed throughout
     by: Literal["reward", "success"] = "reward"
-    keep: PositiveFraction = 0.5  # spread: share of the groups, those with the largest std
-    # top_p: share of all std that is kept; min_p: least std, as a share of the largest one
+    keep: PositiveFraction = 0.5  # share of the groups, those with the largest std
+    # share of all std that is kept (top_p); least std, as a share of the largest one (min_p)
     p: PositiveFraction = 0.9
-    k: Count = 8  # top_k: number of groups
-    drop_zero: bool = True  # spread, top_k, min_p: drop groups without spread
-    members: int = 0  # resample_on_correct: members of a group that are kept; 0: all
-    # resample_on_correct: good members by lowest penalty, or inverse to the penalty
+    k: Count = 8  # number of groups
+    drop_zero: bool = True  # drop groups without spread
+    members: int = 0  # members of a group that are kept; 0: all
+    # good members by lowest penalty, or inverse to the penalty
     draw: Literal["lowest", "inverse"] = "lowest"
     # factor on advantages: none, the share of groups kept, or its square root
     scale: Literal["none", "linear", "sqrt"] = "none"
-    # dynamic: refills of a step without any spread after which the run ends
+    # refills of a step without any spread after which the run ends
     max_refills: Annotated[Count, Scope.STAGE] = 10
     max_empty: Count = 5  # consecutive empty steps after which the run ends
     params: dict[str, Any] = field(default_factory=dict)  # of a function of one's own
+
+    @property
+    def facts(self) -> SelectionKind:
+        """Return the declaration of the kind."""
+        return SELECTIONS.get(self.kind, SelectionKind())
 
 
 @dataclass
 class AdvantageConfig:
     """The advantage estimator."""
 
-    kind: Annotated[
-        str,
-        Open(
-            "grpo",
-            "grpo_process",
-            "adca",
-            "rloo",
-            "reinforce",
-            "opob",
-            "gae",
-            "gae_bilevel",
-            "vtrace",
-        ),
-    ] = "grpo"
-    # grpo, grpo_process, adca, opob: divide by the std of the group or of the batch, or not at all
+    kind: Annotated[str, Open(*ADVANTAGES)] = "grpo"
+    # divide by the std of the group or of the batch, or not at all
     std: Literal["group", "batch", "none"] = "group"
     # rollout.players: what a player's rewards are compared with: those of the same player in the
     # group, or those of all its players
     baseline: Literal["player", "shared"] = "player"
-    # reinforce: b <- decay * b + (1 - decay) * mean reward, from 0 at the beginning of a stage
+    # b <- decay * b + (1 - decay) * mean reward, from 0 at the beginning of a stage
     baseline_decay: Fraction = 0.9
-    alpha: float = 0.1  # adca: weight of the judge's labels beside the outcome
-    # adca: from 0: the end of a cosine of alpha over the stage's steps; -1: alpha is constant
+    alpha: float = 0.1  # weight of the judge's labels beside the outcome
+    # from 0: the end of a cosine of alpha over the stage's steps; -1: alpha is constant
     alpha_final: Annotated[float, Range(ge=-1)] = -1.0
-    length: Literal["none", "sqrt"] = "none"  # adca: sqrt divides by the square root of the turns
-    gamma: Fraction = 1.0  # with a critic (gae, gae_bilevel, vtrace): the discount by token
-    lam: Fraction = 1.0  # with a critic: lambda, from one-step (0) to whole returns (1)
-    gamma_turn: Fraction = 0.95  # gae_bilevel: the discount by turn
-    whiten: bool = True  # with a critic: mean 0 and std 1 over the step's ACTION tokens
-    # with a critic: a truncated episode ends with the value after its last token, a place where the
-    # critic is never trained; false: with 0
+    length: Literal["none", "sqrt"] = "none"  # sqrt divides by the square root of the turns
+    gamma: Fraction = 1.0  # the discount by token
+    lam: Fraction = 1.0  # lambda, from one-step (0) to whole returns (1)
+    gamma_turn: Fraction = 0.95  # the discount by turn
+    whiten: bool = True  # mean 0 and std 1 over the step's ACTION tokens
+    # a truncated episode ends with the value after its last token, a place where the critic is
+    # never trained; false: with 0
     bootstrap: bool = False
-    rho_max: PositiveOrInfinite = 1.0  # vtrace: truncation of a token's own importance weight
-    c_max: PositiveOrInfinite = 1.0  # vtrace: truncation of the weights that carry corrections back
+    rho_max: PositiveOrInfinite = 1.0  # truncation of a token's own importance weight
+    c_max: PositiveOrInfinite = 1.0  # truncation of the weights that carry corrections back
     overlong_limit: int = 0  # ACTION tokens at which a trajectory's reward is 1 less; 0: never
     overlong_cache: int = 0  # ACTION tokens before the limit over which the reward falls
     params: dict[str, Any] = field(default_factory=dict)  # of a function of one's own
 
+    @property
+    def facts(self) -> AdvantageKind:
+        """Return the declaration of the kind."""
+        return ADVANTAGES.get(self.kind, AdvantageKind())
+
 
 @dataclass
 class CriticConfig:
-    """The value function for advantage.kind gae, gae_bilevel and vtrace; absent for others."""
+    """The value function of the kinds of advantage that read one; absent for others."""
 
     # a head on the policy, or a separate model
     kind: Annotated[Literal["shared", "separate"], OF_RUN | Scope.WEIGHTS] = "shared"
@@ -106,54 +110,41 @@ class CriticConfig:
 class CorrectionConfig:
     """The off-policy correction."""
 
-    kind: Annotated[
-        str,
-        Open(
-            "none",
-            "ppo",
-            "decoupled",
-            "icepop",
-            "geo_mask",
-            "cispo",
-            "gspo",
-            "topr",
-            "vcpo",
-            "m2po",
-            "dppo_tv",
-        ),
-    ] = "decoupled"
-    # decoupled, icepop, geo_mask, gspo: one more forward pass, or a mixture by the version lag;
-    # the other kinds do not compare an anchor with mu
+    kind: Annotated[str, Open(*CORRECTIONS)] = "decoupled"
+    # one more forward pass, or a mixture by the version lag; the other kinds do not compare an
+    # anchor with mu
     anchor: Literal["recompute", "interpolate"] = "recompute"
     # old log-probs of guided tokens
     guided: Literal["stale", "anchor", "behaviour"] = "stale"
-    # decoupled, topr: weights per token or per trajectory; auto: topr per trajectory, else token
+    # weights per token or per trajectory
     level: Literal["auto", "token", "trajectory"] = "auto"
-    # truncation of the importance weight; -1: 2, decoupled by trajectory 5, vcpo 8, m2po and
-    # dppo_tv 20, which bound nothing else
+    # truncation of the importance weight
     w_max: Annotated[float, Range(gt=0, infinite=True, also=LEFT_OPEN)] = LEFT_OPEN
-    # icepop, geo_mask: smaller weights are masked; -1: 0.5, geo_mask 0.8, or 0.99 with
-    # buffer.max_staleness 0 in float32
+    # smaller weights are masked; fresh: buffer.max_staleness 0 in float32
     low: Annotated[float, Range(le=1, also=LEFT_OPEN)] = LEFT_OPEN
-    # icepop, geo_mask: larger weights are masked; -1: 5, geo_mask 1.25, or 1.01 with
-    # buffer.max_staleness 0 in float32
+    # larger weights are masked; fresh: as above
     high: Annotated[float, Range(ge=1, infinite=True, also=LEFT_OPEN)] = LEFT_OPEN
-    # cispo: its weights are truncated at 1 + epsilon
+    # its weights are truncated at 1 + epsilon
     epsilon: Annotated[float, Range(infinite=True)] = 4.0
-    second_moment: Positive = 0.04  # m2po: largest mean square of log w of the tokens that train
-    divergence: PositiveFraction = 0.2  # dppo_tv: largest change of a token's probability
+    second_moment: Positive = 0.04  # largest mean square of log w of the tokens that train
+    divergence: PositiveFraction = 0.2  # largest change of a token's probability
     # share of tokens without gradient above which a warning is logged; five such steps end the run
     max_masked: Fraction = 0.9
     params: dict[str, Any] = field(default_factory=dict)  # of a function of one's own
+
+    @property
+    def facts(self) -> CorrectionKind:
+        """Return the declaration of the kind; of one's own, the learner knows more."""
+        return CORRECTIONS.get(self.kind, CorrectionKind())
 
 
 @dataclass
 class LossConfig:
     """The policy loss."""
 
-    # -1: 0.2; with correction.kind=gspo, which clips the ratio of a sequence, 0.0003
+    # 1 minus the least ratio that the loss follows where A < 0
     clip_low: Annotated[float, Range(gt=0, lt=1, also=LEFT_OPEN)] = LEFT_OPEN
-    # -1: 0.28, gspo 0.0004
+    # the largest ratio that it follows where A > 0, minus 1
     clip_high: Annotated[float, Range(gt=0, infinite=True, also=LEFT_OPEN)] = LEFT_OPEN
     # upper clip of tokens whose experience was stripped; 0: clip_high. It acts only where the
     # updates of one step move tokens beyond clip_high
@@ -180,19 +171,6 @@ class LossConfig:
     entropy_top_k: int = 0  # the bonus raises entropy among the k likeliest tokens only; 0: all
 
 
-INTERPOLATED = ("decoupled", "icepop", "geo_mask", "gspo")  # kinds that compare an anchor with mu
-UNCLIPPED = ("cispo", "topr", "vcpo", "m2po", "dppo_tv")  # kinds without a ratio to clip
-WITH_CRITIC = ("gae", "gae_bilevel", "vtrace")  # kinds of advantage
-BOUNDS = {"w_max": 2.0, "low": 0.5, "high": 5.0, "clip_low": 0.2, "clip_high": 0.28}
-BOUNDS_OF = {  # differences from BOUNDS, by kind and level
-    ("decoupled", "trajectory"): {"w_max": 5.0},
-    ("geo_mask", "token"): {"low": 0.8, "high": 1.25},
-    ("vcpo", "trajectory"): {"w_max": 8.0},
-    ("m2po", "token"): {"w_max": 20.0},
-    ("dppo_tv", "token"): {"w_max": 20.0},
-    ("gspo", "token"): {"clip_low": 3e-4, "clip_high": 4e-4},
-}
-FRESH_MASK = {"low": 0.99, "high": 1.01}  # of geo_mask
 # Standard deviation of the mean log-ratio of a sequence of 22 tokens that bfloat16 alone makes.
 ROUNDING = 0.0135
 
@@ -206,14 +184,13 @@ def by_kind(
     may compare them. `fresh`: no data is older than the weights it trains, and its log-probs are
     exact.
     """
-    compares = correction.kind in INTERPOLATED or is_own(correction.kind)
+    facts = correction.facts
+    compares = "anchor" in facts.reads or is_own(correction.kind)
     anchor = correction.anchor if compares else "recompute"
-    level = correction.level
-    if level == "auto":
-        level = "trajectory" if correction.kind in ("topr", "vcpo") else "token"
-    bounds = BOUNDS | BOUNDS_OF.get((correction.kind, level), {})
-    if fresh and correction.kind == "geo_mask":
-        bounds |= FRESH_MASK
+    level = facts.level if correction.level == "auto" else correction.level
+    bounds = BOUNDS.copy()
+    for case in ("", level, *(["fresh"] if fresh else ())):
+        bounds |= facts.bounds.get(case, {})
 
     def closed(section: CorrectionConfig | LossConfig) -> dict[str, Any]:
         values = vars(section)

@@ -50,7 +50,7 @@ class RayHandle:
         self.home = home
         self.pid = 0
         self.node = ""
-        self.said = False
+        self.warned = False
         self._asks_at = time.monotonic() + PATIENCE_S
         self._offset = 0
         self._code: int | None = None
@@ -82,12 +82,13 @@ class RayHandle:
         return self._code
 
     def _ask_for_place(self) -> None:
-        """Say what it waits for, or end if that never comes: Ray waits for a node that is gone."""
+        """Log the resources that it waits for, or end if its node is gone: Ray would wait for
+        ever."""
         if self.home and (view := self.head.now()) and self.home not in view.living:
             self._note(f"its node {self.home[:8]} is gone")
             self._end(-signal.SIGKILL)
-        elif not self.said:
-            self.said = True
+        elif not self.warned:
+            self.warned = True
             log.warning("%s waits for a node of the Ray cluster with %s", self.name, self.wants)
 
     def _take(self, reply: tuple[Any, Any]) -> None:

@@ -54,13 +54,13 @@ class HeadService:
         self._thread.start()
 
     def _run(self) -> None:
-        said = ""
+        problem = ""
         while not self._closed.is_set():
             self._wanted.clear()
             try:
                 view = _ask()
             except Exception as error:  # Ray raises no class of its own; it can be the next time
-                if said != (said := str(error)):
+                if problem != (problem := str(error)):
                     log.warning("the nodes of the Ray cluster are unknown: %s", error)
             else:
                 with self._answers:

@@ -98,12 +98,12 @@ def connect(config: Config) -> None:
         except (
             Exception
         ) as error:  # Ray gives its own instance 30 s, and raises no class of its own
-            said = " ".join(str(error).split())
+            reason = " ".join(str(error).split())
             own = asked.address == "local"  # another one that does not answer is gone
-            if not own or "timed out" not in said or attempt + 1 == STARTS:
+            if not own or "timed out" not in reason or attempt + 1 == STARTS:
                 hint = "" if own else f"; {AUTHENTICATION}"
-                raise ConfigError(f"launch.ray.address: {asked.address}: {said}{hint}") from None
-            log.warning("Ray did not start, and is started again: %s", said)
+                raise ConfigError(f"launch.ray.address: {asked.address}: {reason}{hint}") from None
+            log.warning("Ray did not start, and is started again: %s", reason)
             ray.shutdown()
 
 

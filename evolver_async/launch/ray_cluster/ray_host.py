@@ -74,9 +74,9 @@ class ProcessHost:
         """Return the exit code, None while it runs, and the log from `offset` on."""
         assert self.process is not None
         for _ in range(round(WATCH_S / LOOK_S)):
-            code, said = self.process.poll(), self._read(offset)
-            if said:
-                return None, said  # the code comes after the last line
+            code, output = self.process.poll(), self._read(offset)
+            if output:
+                return None, output  # the code comes after the last line
             if code is not None:
                 self.claim.remove()
                 if self.meeting is not None:

@@ -135,6 +135,7 @@ class RaySpawner(Spawner):
         node, resources = self._home_of(role), self.resources(role)
         if node and not any(resources):  # nothing to reserve
             return NodeAffinitySchedulingStrategy(node, soft=False)
+        # A restart keeps its reserved place, unless the node of that is drained or gone.
         last = self.learner if role == "learner" and rank == 0 else None
         if last is not None and (self.moves(last) or self.lost(last)):
             self._give_back(role)
@@ -162,7 +163,7 @@ class RaySpawner(Spawner):
             remove_placement_group(self.groups.pop(role))
 
     def close(self) -> None:
-        """Give back all that was reserved, unless there is nobody who takes it."""
+        """Give back all reserved resources, unless the head of the cluster is silent."""
         if self.silent:
             self.head.close(wait_s=0)
             return

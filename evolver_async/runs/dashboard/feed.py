@@ -149,8 +149,8 @@ class RunFeed:
         try:
             return {"replies": load(path), "replies_of": path.name, "unread": ""}
         except ConfigError as error:
-            said = plain(str(error).replace(str(path), path.name))
-            return {"replies": [], "replies_of": path.name, "unread": said}
+            error_text = plain(str(error).replace(str(path), path.name))
+            return {"replies": [], "replies_of": path.name, "unread": error_text}
 
     def _look_back(self) -> dict[str, Any]:
         ended, unknown = None, ""

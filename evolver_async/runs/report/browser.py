@@ -97,7 +97,7 @@ def pages(
             except TrajectoryGone:  # a live run has just removed its segment
                 continue
             _add_facts(found, one, bodies[-1], len(found.parts), len(bodies) - 1)
-            text = said(bodies[-1], table)
+            text = beginning_of_text(bodies[-1], table)
             found.columns.setdefault("said", []).append(text)
             found.size += len(text) // 2  # packed
         found.parts.append(pack(bodies))
@@ -204,7 +204,7 @@ def _merged(
     ]
 
 
-def said(body: dict[str, Any], table: TokenTable) -> str:
+def beginning_of_text(body: dict[str, Any], table: TokenTable) -> str:
     """Return the beginning of what the policy wrote, which the list shows and searches."""
     text = ""
     for sequence in body["s"]:

@@ -91,14 +91,14 @@ def _facts(run: RunResults) -> list[tuple[str, str]]:
     if len(run.evaluations) and "eval/success" in run.evaluations:
         newest = run.evaluations.rows[-1]
         success = row_texts.number(newest.get("eval/success"))
-        told = f"{success} at step {newest['step']} ({row_texts.played(newest)})"
+        summary = f"{success} at step {newest['step']} ({row_texts.played(newest)})"
         decided = [row for row in run.evaluations if row.get("eval/success") is not None]
         if decided and decided[-1] is newest:
-            told += f", {row_texts.bounds(newest)}"
+            summary += f", {row_texts.bounds(newest)}"
             if (untouched := untouched_of(decided, digests(config))) is not None:
-                told += f", {row_texts.gain(newest, untouched)} against the untouched model"
-        told += "".join(f"; {name} {value}" for name, value in row_texts.eval_sets_of(newest))
-        facts.append(("eval success", told))
+                summary += f", {row_texts.gain(newest, untouched)} against the untouched model"
+        summary += "".join(f"; {name} {value}" for name, value in row_texts.eval_sets_of(newest))
+        facts.append(("eval success", summary))
     if run.checkpoints:
         facts.append(("newest checkpoint", run.checkpoints[-1].path.name))
     return facts

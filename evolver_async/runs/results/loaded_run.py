@@ -50,7 +50,7 @@ class RunResults:
     """Results in the directory of a run; every part is read when it is first asked for.
 
     `path` is the directory. With `abandoned`, the tables hold the rows of abandoned lineages too.
-    `progress` is told of what takes long.
+    `progress` is called during long work.
     """
 
     def __init__(
@@ -144,7 +144,7 @@ class RunResults:
 
     @cached_property
     def history(self) -> RunHistory:
-        """Groups, takes and lineages that the journal tells of. Raises JournalError for damage."""
+        """Groups, takes and lineages in the journal. Raises JournalError for damage."""
         history, numbers = RunHistory(), self.journal.numbers
         for number in numbers:
             history.follow(self.journal.read_segment(number))
@@ -212,7 +212,7 @@ def load_run(
     """Return the results of a run.
 
     With `abandoned`, its tables include the rows of abandoned lineages, which a resumed run has
-    repeated. `progress` is told of what takes long. Call it again to see what a live run has added.
+    repeated. `progress` is called during long work. Call it again to see what a live run has added.
     ConfigError if no run is there.
     """
     path = Path(run_dir).expanduser()

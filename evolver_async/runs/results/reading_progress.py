@@ -21,9 +21,9 @@ class ProgressLines:
     ) -> None:
         self._tell = tell
         self._clock = clock
-        self._told = clock()
+        self._reported_at = clock()
 
     def __call__(self, what: str, done: float, whole: float) -> None:
-        if (now := self._clock()) - self._told >= PAUSE_S:
-            self._told = now
+        if (now := self._clock()) - self._reported_at >= PAUSE_S:
+            self._reported_at = now
             self._tell(f"{what}: {done:,.0f} of {whole:,.0f}")

@@ -69,7 +69,7 @@ def shown(run_dir: Path, config: Config, mode: str) -> Iterator[None]:
 
 
 def watch(run_dir: Path, config: Config, follow: bool) -> None:
-    """Show a run from its first row on; with `follow` until it ends or nothing is heard of it."""
+    """Show a run from its first row on; with `follow` until it ends or sends nothing any more."""
     stop = threading.Event()
     if not follow:
         stop.set()
@@ -139,7 +139,7 @@ def _show(
         lines = view.feed_alerts(alerts.rows())
         _print([] if told else lines, live, sys.stderr)
         quiet = time.monotonic() - quiet_since > QUIET_S
-        if config.launch.kind == "serial":  # there is nobody to ask
+        if config.launch.kind == "serial":  # there is no buffer to ask
             silent = quiet
         elif not last and time.monotonic() - asked > ASK_S:
             lines = _feed_status(view, run_dir, config, quiet)

@@ -87,7 +87,7 @@ def _server(host: str, port: int, app: Any) -> "_BoundedServer":
 class _BoundedServer(ThreadingMixIn, WSGIServer):
     """HTTP server with a thread for each of at most `MOST_CLIENTS` connections of `CLIENT_S`.
 
-    Whoever reaches the port could otherwise take every open file and every thread of the launcher.
+    Otherwise clients could take every open file and every thread of the launcher.
     """
 
     daemon_threads = True

@@ -67,8 +67,8 @@ def end(run_dir: Path, code: int, reason: str = "") -> Ending:
         state, reason = "stopped", reason or signal.Signals(code - 128).name
     else:
         log_file = run_dir / "logs" / "launcher.log"
-        told = last_error(log_file) or last_lines(log_file, 1) or "no error is in the logs"
-        state, reason = "failed", reason or told
+        logged = last_error(log_file) or last_lines(log_file, 1) or "no error is in the logs"
+        state, reason = "failed", reason or logged
     ending = Ending(state, code, reason, time.time())
     try:
         write_whole(run_dir / END, json.dumps(asdict(ending)))

@@ -11,7 +11,7 @@ from evolver_async.terminal import plain
 from evolver_async.runs.watch.status_text import stalls_of
 
 FIRST_S = 30.0  # of a step, or of an evaluation, until its first line
-PAUSE_S = 60.0  # until a state is said again, doubled each time
+PAUSE_S = 60.0  # between two reports of a state, doubled each time
 PAUSE_LIMIT_S = 960.0
 TOLD_SHARE = 0.25  # of the first data, from which on their pace tells the time of the run
 BAR_CELLS = 16
@@ -80,7 +80,7 @@ class StateLines:
 
     def __init__(self, steps: int) -> None:
         self._steps = steps
-        # of each state: when it is said again, the pause after that, and when it was seen last
+        # of each state: time of its next report, the pause after that, and when it was seen last
         self._states: dict[str, tuple[float, float, float]] = {}
         self._stalled: dict[str, float] = {}  # seconds of those said to stand still
         self._busy: set[tuple[str, str]] = set()  # said to be so
@@ -127,12 +127,12 @@ class StateLines:
         return [text if evaluates else f"{state}  {text}{end}"]
 
     def _due(self, state: str, now: float) -> bool:
-        """Return True if a state that holds now is to be said; count its next pause then."""
+        """Return True if a present state is to be reported; this begins its next pause."""
         due, pause_s, seen = self._states.get(state, (now, PAUSE_S / 2, now))
         if now - seen > max(PAUSE_S, pause_s):  # it had ended
             due, pause_s = now, PAUSE_S / 2
-        if said := now >= due:
+        if is_due := now >= due:
             pause_s = min(2 * pause_s, PAUSE_LIMIT_S)
             due = now + pause_s
         self._states[state] = due, pause_s, now
-        return said
+        return is_due

@@ -31,7 +31,11 @@ class Layout:
 
     @staticmethod
     def of(tensors: Iterable[tuple[str, torch.dtype, Sequence[int]]]) -> "Layout":
-        """Lay tensors out in their order. ValueError for a type that cannot be published."""
+        """Lay tensors out in their order. ValueError for a type that cannot be published.
+
+        Of float32 w [3, 4] and b [4]: {"w": {"dtype": "float32", "shape": [3, 4], "offset": 0},
+        "b": {"dtype": "float32", "shape": [4], "offset": 64}} and a size of 128.
+        """
         entries, offset = {}, 0
         for name, dtype, shape in tensors:
             short = str(dtype).removeprefix("torch.")

@@ -44,9 +44,10 @@ class Publisher(Protocol):
         tell: Callable[[str], object],
         warn: Callable[[str], object] = lambda _: None,
     ) -> None:
-        """Set what ends a wait for disk space, and what is told of it (see `room.await_room`).
+        """Set the test that ends a wait for disk space, and the call that reports it
+        (`room.await_room`).
 
-        `warn` is told, in another thread, of actors that get no weights.
+        `warn` is called, in another thread, for actors that get no weights.
         """
         ...
 

@@ -78,6 +78,8 @@ class StagedPublisher(Generic[S]):
             self._fail(error)
             self._raise_error()
             raise
+        # The copy overlaps with the next step. The learner waits for the rest of it in `copied`,
+        # before its first update changes the tensors.
         snapshot.stage(weights, source, self._threads, self._copier)
         self._newest = snapshot
         with self._changed:

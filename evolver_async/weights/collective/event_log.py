@@ -114,6 +114,8 @@ class EventLog:
         store.set("tail", "0")
 
     def write(self, event: dict[str, Any]) -> None:
+        # The event before the tail: a reader takes an event below the tail that is missing for a
+        # deleted one.
         self._store.set(f"event/{self._tail}", json.dumps(event))
         self._tail += 1
         self._store.set("tail", str(self._tail))

@@ -1,4 +1,4 @@
-"""Presence of receivers: a connection of the learner to each, whose end is the news of its end.
+"""Presence of receivers: the learner holds a connection to each, which ends with the receiver.
 
     receiver   listens, keeps what connects, and sends a byte every BEAT_S, by a thread of its own
     learner    holds a connection to every member: the kernel ends it with the receiver's process,

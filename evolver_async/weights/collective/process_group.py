@@ -147,6 +147,7 @@ def _nccl(store: Store, rank: int, size: int, deadline_s: float) -> Any:
     os.environ.setdefault("TORCH_NCCL_NONBLOCKING_TIMEOUT", str(max(1, int(deadline_s))))
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timedelta(seconds=deadline_s)
+    # Only a non-blocking group heeds the timeout above if a member dies while it is built.
     options.config.blocking = 0
     with environment(UNWATCHED):
         return dist.ProcessGroupNCCL(store, rank, size, options)

@@ -3,7 +3,7 @@
 The learner writes a log of events into a store (see `event_log`), and every receiver reads it: so
 all call the same collectives in one order:
 
-    roll   R, addresses every receiver answers whom it cannot reach; unfinished casts are given up
+    roll   R, addresses every receiver answers which ones it cannot reach; open casts are given up
     epoch  E, members   these build a new group; a receiver that was asked but left out joins anew
     cast   I, version   the members receive its buckets into memory of their own
     sums   I, checksums they compare, commit the version whole or not at all, and acknowledge
@@ -15,9 +15,9 @@ that makes no progress, and a roll call lasts ROLL_S: a silent receiver is left 
 each receiver tells at once that it has ended (see `presence`), and nothing waits for it any more.
 
 Groups connect all members with each other, and one whose ports are filtered would keep the versions
-from all. So left out for PAUSE_S is a receiver that the learner cannot connect to, one of two that
-cannot reach each other, one with which not even a group of two can be built, and one that two
-failed casts in a row name.
+from all. So a receiver is left out for PAUSE_S if the learner cannot connect to it, if it and
+another one cannot reach each other, if not even a group of two can be built with it, or if two
+failed casts in a row name it.
 """
 
 import logging
@@ -75,7 +75,7 @@ class BroadcastSender:
         self._numbers = 0  # the highest number that a receiver took
         self._newcomers: set[int] = set()
         self._left_out: dict[int, Member] = {}
-        self._told: set[str] = set()  # what was told of members that are left out
+        self._warned: set[str] = set()  # warnings so far about members that are left out
         self._refused: set[str] = set()  # names of those that refused, as one that has ended does
         self._dropped: list[int] = []  # numbers that join anew if they are read in an epoch
         self._suspects: list[str] = []  # names of those that the last failure names
@@ -116,6 +116,8 @@ class BroadcastSender:
                 return
             except CastFailed as failure:
                 log.warning("weights %s did not reach every actor: %s", head, failure)
+                # NCCL connects with the first broadcast only, so a group that was built but has
+                # sent nothing may have failed for a filtered port.
                 unconnected = self._group is None or not self._group.connected
                 self._abandon_group()
                 self._drop_gone()
@@ -140,6 +142,9 @@ class BroadcastSender:
     def _begin_epoch(self) -> bool:
         """Build a group of all receivers that answer; False if there are none."""
         self._abandon_group()
+        # The store keeps its keys in memory as long as the learner lives. An epoch leaves one
+        # address for each pair of members, and there is one a minute while an actor cannot be
+        # reached.
         self.served.forget("epoch", "here", "ack")
         self._join_newcomers()
         asked = [*self._members, *self._dropped]
@@ -216,8 +221,8 @@ class BroadcastSender:
         member = self._left_out[number] = self._members.pop(number)
         text = f"{member.name} {why}: it gets no weights, and is tried again in {PAUSE_S:g} s"
         log.warning("%s", text)
-        if not quiet and text not in self._told:
-            self._told.add(text)
+        if not quiet and text not in self._warned:
+            self._warned.add(text)
             self.warn(text)
 
     def _take_back(self) -> None:

@@ -301,15 +301,15 @@ def test_the_first_prompt_is_the_templates_rendering_of_the_messages(
 @pytest.mark.parametrize("template", TEMPLATES)
 def test_the_first_message_is_read_back_without_a_system_message(template: str) -> None:
     chat = Chat(make_tokenizer(template))
-    assert chat.said(chat.first("", "what now?", "<answer>"), "<answer>") == "what now?"
+    assert chat.last_message(chat.first("", "what now?", "<answer>"), "<answer>") == "what now?"
 
 
 @pytest.mark.parametrize("tiny", [False, True])
 def test_what_the_user_said_is_read_back(tiny: bool) -> None:
     chat = Chat(make_tiny_tokenizer(512)) if tiny else CHAT
     seen = "row 1 column 2\nleft ice"
-    assert chat.said(chat.first("walk .", seen, "<answer>"), "<answer>") == seen
-    assert chat.said(chat.next(seen, "<answer>", None), "<answer>") == seen
+    assert chat.last_message(chat.first("walk .", seen, "<answer>"), "<answer>") == seen
+    assert chat.last_message(chat.next(seen, "<answer>", None), "<answer>") == seen
 
 
 @pytest.mark.parametrize("template", TEMPLATES)

@@ -100,37 +100,6 @@ def test_an_argument_about_a_stage_leaves_references_in_it(monkeypatch) -> None:
     assert config.stages[0].override["env"]["params"]["url"] == "${oc.env:SERVER}"
 
 
-@pytest.mark.parametrize(
-    ("argument", "message"),
-    [
-        ("learner.lrr=3", "learner.lrr: unknown key, did you mean learner.lr?"),
-        ("learnr.lr=3", "learnr: unknown key, did you mean learner?"),
-        ("env.latency.medan_s=3", "env.latency.medan_s: unknown key"),
-        ("stages.0.stps=4", "stages[0].stps: unknown key, did you mean stages[0].steps?"),
-        ("learner.lr=fast", "learner.lr: "),
-        ("learner.minibatches=1.5", "learner.minibatches: "),
-        ("learner=3", "learner: must be a mapping"),
-        ("stages.0.steps=x", "stages[0].steps: "),
-        ("stages.4.steps=3", "stages.4.steps: there is no stage 4"),
-        ("stages=[3]", "stages[0]: must be a mapping"),
-        ("stages+={stps: 4}", "stages+.stps: unknown key, did you mean stages+.steps?"),
-        ("stages+=3", "stages+: must be a mapping"),
-        ("stages+={kind: rl}", "stages[1]: has no limit"),
-        ("learner.betas=[a,b]", "learner.betas[0]: "),
-        ("learner.lr=[1", "learner.lr: cannot read"),
-        ("run.name='a", "run.name: cannot read"),
-        ("run.name=null", "run.name: "),
-        ("stages=null", "stages: must be a list"),
-        ("tasks.mixture.0.weight=2", "tasks.mixture: must be a list, which is given whole"),
-        ("learner.betas[0]=.5", "learner.betas: must be a list, which is given whole"),
-        ("env.params=[1]", "env.params: must be a mapping, is [1]"),
-        ("lr", "'lr': arguments are written section.key=value"),
-    ],
-)
-def test_unknown_keys_and_wrong_types_are_named(argument: str, message: str) -> None:
-    assert refusal(argument).startswith(message)
-
-
 @pytest.mark.parametrize("text", ["0123", "1e5", "on", "/tmp/a #b", "a: b", "{x}", "*a", " a"])
 def test_the_text_of_an_argument_is_kept(text: str) -> None:
     config = load(None, [STEPS, f"run.dir={text}", f"stages.0.override.env.name={text}"])

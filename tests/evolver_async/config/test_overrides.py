@@ -71,39 +71,6 @@ def test_a_correction_of_ones_own_may_have_an_interpolated_anchor() -> None:
 
 
 @pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        (
-            "{policy: {max_length: 2048}}",
-            "stages[0].override: policy.max_length: must be at most the run's (1024)",
-        ),
-        ("{policy: {max_length: 16}}", "stages[0].override: rollout.max_tokens: must be less"),
-        ("{policy: {dtype: bfloat16}}", "stages[0].override.policy.dtype: belongs to the whole"),
-        ("{learner: {lrr: 1}}", "stages[0].override: learner.lrr: unknown key"),
-        ("{learner: {lr: -1}}", "stages[0].override: learner.lr: must be at least 0"),
-        ("{tasks: {train: x}}", "stages[0].override: tasks.train: "),
-        ("{launch: {kind: serial}}", "stages[0].override.launch.kind: belongs to the whole run"),
-    ],
-)
-def test_a_bad_stage_override_is_named(override: str, message: str) -> None:
-    assert refusal(f"stages.0.override={override}").startswith(message)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["eval.timeout_s=20"], "eval.timeout_s: must be more than env.step_timeout_s"),
-        (["policy.hidden_size=60"], "policy.hidden_size: must be a multiple"),
-    ],
-)
-def test_an_error_of_the_run_is_not_blamed_on_the_override_of_a_stage(
-    arguments: list[str], message: str
-) -> None:
-    override = "stages.0.override={loss: {entropy_coef: 0.1}}"
-    assert refusal(override, *arguments).startswith(message)
-
-
-@pytest.mark.parametrize(
     "key",
     [
         "actors.weight_lag",
@@ -160,40 +127,3 @@ def test_a_rollback_changes_the_stage_and_lowers_its_learning_rate_every_time() 
     assert [stage.experience.keep_copied for stage in stages] == [0, 9, 9]
     assert [stage.critic.warmup for stage in stages] == [0, 2, 2]
     assert {stage.loss.kl_coef for stage in stages} == {0.1}
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (
-            [ROLLBACK, "safety.rollback={rollout: {max_turns: 3}}"],
-            "safety.rollback: rollout.max_turns: belongs to the whole stage",
-        ),
-        (
-            [ROLLBACK, "safety.rollback={learner: {eps: 1e-6}}"],
-            "safety.rollback: learner.eps: belongs to the whole stage",
-        ),
-        ([ROLLBACK, "safety.rollback={los: {kl: k1}}"], "safety.rollback: los: unknown key"),
-        (
-            [ROLLBACK, "safety.rollback={loss: {kl_cof: 1}}"],
-            "safety.rollback: loss.kl_cof: unknown",
-        ),
-        (
-            [ROLLBACK, "safety.rollback={learner: {groups_per_step: 3}}"],
-            "safety.rollback: learner.groups_per_step: belongs to the whole stage",
-        ),
-        (
-            [ROLLBACK, "safety.rollback={selection: {kind: dynamic}}"],
-            "safety.rollback: selection: dynamic",
-        ),
-        (
-            [ROLLBACK, "safety.rollback={learner: {minibatches: 0}}"],
-            "safety.rollback: learner.minibatches: must be at least 1",
-        ),
-        ([ROLLBACK, "safety.rollback_lr=0"], "safety.rollback_lr: must be greater than 0"),
-        ([ROLLBACK, "safety.rollbacks=0"], "safety.rollbacks: must be at least 1"),
-    ],
-)
-def test_what_a_rollback_cannot_change_is_named(arguments: list[str], message: str) -> None:
-    said = refusal(*arguments)
-    assert said.startswith(message), said

@@ -63,16 +63,9 @@ def test_it_learns_the_better_arm_from_demonstrations_of_the_format_alone(plain:
     assert last["eval/test/avg@1"] >= 0.9
 
 
-def test_equal_seeds_give_bit_identical_runs_and_others_do_not(
-    plain: Finished, train: Callable[..., Finished]
-) -> None:
-    again = train("again")
-    assert again.numbers() == plain.numbers()
-    assert again.tensors.keys() == plain.tensors.keys()
-    for name, tensor in plain.tensors.items():
-        assert torch.equal(tensor, again.tensors[name]), name
-    other = train("other", "run.seed=1", "stages.1.steps=2")
-    assert other.numbers()[0] != plain.numbers()[0]
+def test_another_seed_gives_another_run(plain: Finished, train: Callable[..., Finished]) -> None:
+    other = train("other", "run.seed=1", "stages.0.steps=2", "stages.1.steps=2")
+    assert other.numbers()[:2] != plain.numbers()[:2]
     assert other.rl("train/reward_mean") != plain.rl("train/reward_mean")[:2]
     assert any(not torch.equal(t, other.tensors[name]) for name, t in plain.tensors.items())
 
@@ -85,7 +78,9 @@ def alike(one: Finished, other: Finished) -> bool:
     )
 
 
-def test_keys_of_what_is_off_change_no_bit(plain: Finished, train: Callable[..., Finished]) -> None:
+def test_equal_seeds_give_bit_identical_runs_whatever_the_keys_of_what_is_off(
+    plain: Finished, train: Callable[..., Finished]
+) -> None:
     off = train(
         "off",
         "advantage={kind: adca, alpha: 0.5, lam: 0.5}",

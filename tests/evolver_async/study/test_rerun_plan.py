@@ -70,7 +70,7 @@ def test_a_run_without_a_complete_step_has_nothing_to_rerun(tmp_path: Path) -> N
     run = MadeRun(tmp_path / "run")
     run.group(["left"])
     run.close()
-    with pytest.raises(ConfigError, match="tells of no complete step"):
+    with pytest.raises(ConfigError, match="has no complete step"):
         plan(load_run(run.run_dir), [])
 
 

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from launches import COMMAND, DEADLINE_S, alive, wait_for
+from forked import COMMAND
+from launches import DEADLINE_S, alive, wait_for
 from studies import made_study, run_of, write_cold, write_run
 
 from evolver_async.cli import main
@@ -349,6 +350,7 @@ def test_runs_write_their_checkpoints_when_the_study_itself_fails(tmp_path: Path
 
 
 @pytest.mark.process
+@pytest.mark.usefixtures("forked_children")
 def test_an_interrupted_study_goes_on_where_it_was_and_lists_what_failed(
     recipe: Path, tmp_path: Path
 ) -> None:

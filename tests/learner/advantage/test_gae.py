@@ -1,17 +1,18 @@
 """The estimators with a critic against loops over one trajectory in the notation of the algorithms
 page, and cases in closed form."""
 
-from dataclasses import dataclass
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from slow_gae import slow_gae
+from oracles import WITH_CRITIC, Episode
 
+from evolver_async.config import AdvantageConfig
 from evolver_async.schema import Array
+from learner.advantage.assign import BY_CRITIC
 from learner.advantage.gae import (
-    Estimate,
     Tokens,
     backwards,
     gae,
@@ -23,18 +24,6 @@ from learner.advantage.gae import (
 
 number = st.floats(-3, 3, allow_subnormal=False).map(lambda x: round(x, 3))
 share = st.floats(0, 1, allow_subnormal=False).map(lambda x: round(x, 2))
-
-
-@dataclass
-class Episode:
-    """Turns of (reward, value, w) by token, and V behind the last token (0: it had ended)."""
-
-    turns: list[list[tuple[float, float, float]]]
-    after: float
-
-    @property
-    def tokens(self) -> list[tuple[float, float, float]]:
-        return [token for turn in self.turns for token in turn]
 
 
 token = st.tuples(number, number, st.floats(0, 4).map(lambda x: round(x, 2)))
@@ -54,66 +43,14 @@ def flat(given: list[Episode]) -> tuple[Tokens, Array]:
     return Tokens(reward_N, value_N, turn_N, start_P, after_P), w_N
 
 
-def slow_bilevel(episode: Episode, gamma: float, lam: float, gamma_turn: float) -> list[float]:
-    R = [sum(r for r, _, _ in turn) for turn in episode.turns]
-    V = [turn[-1][1] for turn in episode.turns]
-    A = slow_gae(R, V, episode.after, gamma_turn, lam)
-    advantages = []
-    for k, turn in enumerate(episode.turns):
-        rewards = [0.0] * (len(turn) - 1) + [A[k] + V[k]]
-        advantages += slow_gae(rewards, [v for _, v, _ in turn], 0.0, gamma, lam)
-    return advantages
-
-
-def slow_vtrace(
-    episode: Episode, gamma: float, lam: float, rho_max: float, c_max: float
-) -> tuple[list[float], list[float]]:
-    """Advantages and vs_t = V_t + Σ_{j>=t} γ^{j-t} (Π_{i<j} c_i) ρ_j δ_j, as the paper has it."""
-    r, V, w = ([one[i] for one in episode.tokens] for i in range(3))
-    V = [*V, episode.after]
-    rho, c = [min(rho_max, x) for x in w], [lam * min(c_max, x) for x in w]
-    n = len(r)
-    vs = []
-    for t in range(n):
-        total, passed = V[t], 1.0
-        for j in range(t, n):
-            total += gamma ** (j - t) * passed * rho[j] * (r[j] + gamma * V[j + 1] - V[j])
-            passed *= c[j]
-        vs.append(total)
-    vs.append(episode.after)
-    return [rho[t] * (r[t] + gamma * vs[t + 1] - V[t]) for t in range(n)], vs[:n]
-
-
-def close(estimate: Estimate, advantages: list[float], returns: list[float]) -> None:
-    np.testing.assert_allclose(estimate.advantage_N, advantages, atol=1e-9)
-    np.testing.assert_allclose(estimate.return_N, returns, atol=1e-9)
-
-
-@given(episodes, share, share)
-def test_gae_matches_the_sum(given_, gamma, lam):
-    tokens, _ = flat(given_)
-    expected = []
-    for one in given_:
-        r, V = ([token[i] for token in one.tokens] for i in range(2))
-        expected += slow_gae(r, V, one.after, gamma, lam)
-    returns = [a + v for a, v in zip(expected, tokens.value_N, strict=True)]
-    close(gae(tokens, gamma=gamma, lam=lam), expected, returns)
-
-
-@given(episodes, share, share, share)
-def test_bilevel_gae_matches_the_two_sums(given_, gamma, lam, gamma_turn):
-    tokens, _ = flat(given_)
-    expected = [a for one in given_ for a in slow_bilevel(one, gamma, lam, gamma_turn)]
-    returns = [a + v for a, v in zip(expected, tokens.value_N, strict=True)]
-    close(gae_bilevel(tokens, gamma=gamma, lam=lam, gamma_turn=gamma_turn), expected, returns)
-
-
-@given(episodes, share, share, st.floats(0.1, 3), st.floats(0.1, 3))
-def test_vtrace_matches_the_paper(given_, gamma, lam, rho_max, c_max):
-    tokens, w_N = flat(given_)
-    expected = [slow_vtrace(one, gamma, lam, rho_max, c_max) for one in given_]
-    found = vtrace(tokens, w_N, gamma=gamma, lam=lam, rho_max=rho_max, c_max=c_max)
-    close(found, [a for one, _ in expected for a in one], [v for _, one in expected for v in one])
+@pytest.mark.parametrize("kind", WITH_CRITIC)
+@given(episodes, share, share, share, st.floats(0.1, 3), st.floats(0.1, 3))
+def test_every_estimator_matches_the_loop(kind, given_, gamma, lam, gamma_turn, rho_max, c_max):
+    c = AdvantageConfig(kind, gamma=gamma, lam=lam, gamma_turn=gamma_turn)
+    c = replace(c, rho_max=rho_max, c_max=c_max)
+    found, expected = BY_CRITIC[kind](*flat(given_), c), [WITH_CRITIC[kind](x, c) for x in given_]
+    for x_N, index in ((found.advantage_N, 0), (found.return_N, 1)):
+        np.testing.assert_allclose(x_N, [x for one in expected for x in one[index]], atol=1e-9)
 
 
 def test_gae_by_hand():

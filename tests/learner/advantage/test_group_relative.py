@@ -1,21 +1,21 @@
 """The estimators against loops in the notation of the algorithms page, and closed-form cases."""
 
 import math
-from collections.abc import Sequence
 
 import numpy as np
 import pytest
 from budget import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from oracles import WITHOUT_CRITIC, Groups, Seen, falls_back, mean
 
 from evolver_async.config import AdvantageConfig
 from evolver_async.rewards import alike_in_group
 from learner.advantage.group_relative import (
+    ESTIMATORS,
     EstimatorInput,
     adca,
     alpha_at,
-    estimator_of,
     finite_groups,
     grpo_process,
     label_scores,
@@ -31,15 +31,9 @@ from learner.advantage.rewards import Rewards
 
 STDS = ["group", "batch", "none"]
 number = st.floats(-10, 10, allow_subnormal=False).map(lambda x: round(x, 3))
-reward_groups = st.lists(
-    st.lists(number, min_size=2, max_size=5),
-    min_size=1,
-    max_size=5,
-)
 # a member: its outcome, and a (reward, label) of every turn
 turn = st.tuples(number, st.sampled_from([1, -1, 1, -1, 0]))
 member = st.tuples(number, st.lists(turn, max_size=5))
-Groups = list[list[tuple[float, list[tuple[float, int]]]]]
 member_groups = st.lists(st.lists(member, min_size=1, max_size=4), min_size=1, max_size=4)
 
 
@@ -59,80 +53,28 @@ def rewards_of(groups: Groups) -> Rewards:
     )
 
 
-def mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
-
-
-def std(values: list[float]) -> float:
-    return math.sqrt(mean([(value - mean(values)) ** 2 for value in values]))
-
-
-def z(x: float, group: list[float], batch: list[float], kind: str) -> float:
-    if len(set(group)) == 1:
-        return 0.0
-    scale = {"group": std(group), "batch": std(batch), "none": 1.0}[kind]
-    return (x - mean(group)) / (scale + (1e-6 if kind != "none" else 0.0))
-
-
-@given(reward_groups, st.sampled_from(STDS))
-def test_grpo_matches_the_loop(groups, kind):
-    reward_P, group_P = flat(groups)
-    expected = [
-        z(R_i, rewards_G, reward_P.tolist(), kind) for rewards_G in groups for R_i in rewards_G
-    ]
-    found = standardised(reward_P, group_P, std=kind)
-    np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-6)
-
-
-@given(member_groups, st.sampled_from(STDS))
-def test_grpo_process_matches_the_loop(groups, kind):
-    everything = [r for group in groups for _, turns in group for r, _ in turns]
-    expected = []
-    for group in groups:
-        r_group = [r for _, turns in group for r, _ in turns]
-        for _, turns in group:
-            for k in range(len(turns)):
-                A_ik = sum(z(turns[j][0], r_group, everything, kind) for j in range(k, len(turns)))
-                expected.append(A_ik)
-    found = grpo_process(rewards_of(groups), std=kind)
-    np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-6)
-
-
-def adca_loop(groups: Groups, alpha: float, length: str) -> tuple[list[float], int]:
-    """Turn by turn; and how many groups fell back to grpo."""
-    expected, fallen = [], 0
-    for group in groups:
-        R = [reward for reward, _ in group]
-        labels = [[label for _, label in turns if label] for _, turns in group]
-        falls_back = any(turns and not l_i for (_, turns), l_i in zip(group, labels, strict=True))
-        fallen += falls_back
-        judged = [l_i for l_i in labels if l_i]
-        if judged and not falls_back:
-            m = [mean(l_i) for l_i in judged]
-            mu = mean(m)
-            v = mean([mean([(l_ik - mu) ** 2 for l_ik in l_i]) for l_i in judged])
-        for R_i, turns in group:
-            rho_i = z(R_i, R, R, "group")
-            K = len(turns)
-            c_i = []
-            for k, (_, l_ik) in enumerate(turns, start=1):
-                z_ik = 0.0
-                if l_ik and not falls_back and math.sqrt(v) >= 1e-6:
-                    z_ik = (l_ik - mu) / math.sqrt(v)
-                c_i.append(alpha * z_ik + (rho_i if k == K else 0.0))
-            scale = 1 / math.sqrt(K) if length == "sqrt" and K and not falls_back else 1.0
-            expected += [scale * sum(c_i[k:]) for k in range(K)]
-    return expected, fallen
-
-
-@settings(max_examples=examples(300))
-@given(member_groups, st.floats(0, 2), st.sampled_from(["none", "sqrt"]))
-def test_adca_matches_the_loop(groups, alpha, length):
-    rewards = rewards_of(groups)
-    expected, fallen = adca_loop(groups, alpha, length)
-    found = adca(rewards, std="group", alpha=alpha, length=length)
-    np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-6)
-    assert unlabelled_groups(rewards) == fallen
+@settings(max_examples=examples(100))
+@pytest.mark.parametrize("kind", WITHOUT_CRITIC)
+@given(
+    member_groups,
+    st.sampled_from(STDS),
+    st.floats(0, 2),
+    st.sampled_from(["none", "sqrt"]),
+    st.integers(0, 10**6),
+)
+def test_every_estimator_matches_the_loop(kind, groups, std, alpha, length, seed):
+    settings_ = AdvantageConfig(kind=kind, std=std, length=length)
+    rewards, rng = rewards_of(groups), np.random.default_rng(seed)
+    members = len(rewards.reward_P)
+    log_weight_P, length_P = rng.normal(size=members), rng.integers(0, 9, members)
+    lags = np.zeros(members, int), np.zeros(len(rewards.label_U), int)
+    given_ = EstimatorInput(alpha, 0.25, log_weight_P, length_P, *lags)
+    found_U, baseline = ESTIMATORS.of(settings_.kind)(rewards, given_, settings_)
+    seen = Seen(alpha, 0.25, log_weight_P.tolist(), length_P.tolist())
+    expected = WITHOUT_CRITIC[kind](groups, seen, settings_)
+    np.testing.assert_allclose(found_U, expected, rtol=1e-6, atol=1e-6)
+    assert kind == "reinforce" or baseline == 0.25
+    assert unlabelled_groups(rewards) == sum(falls_back(group) for group in groups)
 
 
 @given(member_groups)
@@ -261,17 +203,6 @@ def test_suffix_sums_stay_within_their_trajectory(turns):
     np.testing.assert_allclose(found, expected, rtol=1e-12, atol=1e-9)
 
 
-@given(reward_groups)
-def test_rloo_matches_the_loop(groups):
-    reward_P, group_P = flat(groups)
-    expected = [
-        R_i - sum(R_j for j, R_j in enumerate(rewards_G) if j != i) / (len(rewards_G) - 1)
-        for rewards_G in groups
-        for i, R_i in enumerate(rewards_G)
-    ]
-    np.testing.assert_allclose(rloo(reward_P, group_P), expected, rtol=1e-9, atol=1e-9)
-
-
 def test_rloo_gives_a_member_without_others_nothing():
     assert rloo(np.array([2.0, 0.0, 1.0]), np.array([0, 3, 3])).tolist() == [0, -1, 1]
 
@@ -304,20 +235,6 @@ def test_grpo_process_of_single_turns_is_grpo(std: str) -> None:
     rewards = rewards_of(groups)
     outcome_P = standardised(rewards.reward_P, rewards.group_P, std=std)
     np.testing.assert_array_equal(grpo_process(rewards, std=std), outcome_P)
-
-
-@pytest.mark.parametrize("kind", ["grpo", "grpo_process", "adca", "rloo", "reinforce"])
-def test_every_estimator_gives_every_turn_one_advantage(kind):
-    groups = [[(0.0, [(0.5, 1), (0.0, -1)]), (1.0, [(0.25, 1)]), (1.0, [])]]
-    estimator = AdvantageConfig(kind=kind)
-    rewards = rewards_of(groups)
-    trajectories = len(rewards.reward_P)
-    lags = np.zeros(trajectories, int), np.zeros(3, int)
-    given = EstimatorInput(0.1, 0.25, np.zeros(trajectories), np.ones(trajectories, int), *lags)
-    advantage_U, baseline = estimator_of(estimator)(rewards, given, estimator)
-    assert advantage_U.shape == (3,)
-    assert (baseline != 0.25) == (kind == "reinforce")
-    assert (advantage_U[0] == advantage_U[1]) == (kind not in ("grpo_process", "adca"))
 
 
 def test_group_ids_may_be_missing():
@@ -398,5 +315,5 @@ def test_sums_that_differ_by_rounding_alone_have_no_advantage(kind, std):
     rewards = Rewards(reward_P, group_P, np.arange(5), reward_P, zeros_P.astype(np.int8))
     given_ = EstimatorInput(0.0, 0.0, zeros_P, zeros_P + 1, zeros_P, zeros_P)
     settings_ = AdvantageConfig(kind=kind, std=std)
-    found_U, _ = estimator_of(settings_)(rewards, given_, settings_)
+    found_U, _ = ESTIMATORS.of(settings_.kind)(rewards, given_, settings_)
     assert found_U[:2].tolist() == [0.0, 0.0] and np.abs(found_U[2:]).min() > 0.1

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 from budget import examples
-from corrections import KINDS, UNCLIPPED, kept_by_m2po
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from oracles import DUAL, HIGH, KINDS, LOW, ORACLES, UNCLIPPED, Token
 
 from evolver_async.config import CorrectionConfig, LossConfig
 from evolver_async.config.sections.learner import by_kind
@@ -18,12 +18,11 @@ from evolver_async.errors import TrainingError
 from evolver_async.schema import Array
 from learner.loss.applied import corrected_tokens, prepared
 from learner.loss.correction import (
+    CORRECTIONS,
     ActionTokens,
     Corrected,
     StepTokens,
     correction,
-    correction_of,
-    reads_anchor,
 )
 from learner.loss.policy import clipped_objective, unclipped_objective
 from learner.loss.ratios import (
@@ -35,7 +34,6 @@ from learner.loss.ratios import (
 )
 
 CLIPPED = [(kind, level) for kind, level in KINDS if kind not in UNCLIPPED]
-LOW, HIGH, DUAL = 0.2, 0.28, 3.0
 
 
 def draw(seed: int, tokens: int = 40) -> dict[str, torch.Tensor]:
@@ -82,65 +80,14 @@ def objective(
         torch.from_numpy(prepared(settings, step)).to(A_N.dtype),
         *[torch.zeros_like(data["trajectory_N"])] * 3,
     )
-    corrected = correction_of(settings)(tokens, settings)
-    if corrected.clips:
+    corrected = CORRECTIONS.of(settings.kind)(tokens, settings)
+    if settings.facts.clips:
         clipped = clipped_objective(
             corrected.ratio_N, A_N, clip_low=LOW, clip_high=HIGH, dual_clip=DUAL
         )
     else:
         clipped = unclipped_objective(corrected.ratio_N, A_N)
     return corrected.weight_N * clipped.objective_N, corrected
-
-
-def L(x: float, A: float) -> float:
-    value = min(x * A, min(max(x, 1 - LOW), 1 + HIGH) * A)
-    return max(value, DUAL * A) if A < 0 else value
-
-
-def slow(
-    settings: CorrectionConfig, t: int, advantages, theta, mu, anchor, member
-) -> tuple[float, float]:
-    """Objective of token t and its derivative by theta_t, of the table in docs/algorithms.md."""
-    A = advantages[t]
-    own = [u for u in range(len(theta)) if member[u] == member[t]]
-    r, q = math.exp(theta[t] - anchor[t]), math.exp(theta[t] - mu[t])
-    w = math.exp(anchor[t] - mu[t])
-    W = math.prod(math.exp(anchor[u] - mu[u]) for u in own)
-    Q = math.prod(math.exp(theta[u] - mu[u]) for u in own)
-    geo = W ** (1 / len(own))
-    s = math.exp(sum(theta[u] - anchor[u] for u in own) / len(own))
-
-    def of_L(weight: float, x: float) -> tuple[float, float]:
-        free = (A > 0 and x <= 1 + HIGH) or (A < 0 and 1 - LOW <= x <= DUAL)
-        return weight * L(x, A), weight * x * A if free else 0.0
-
-    def of_theta(weight: float) -> tuple[float, float]:
-        return weight * A * theta[t], weight * A
-
-    inside = settings.low <= (w if settings.kind == "icepop" else geo) <= settings.high
-    whole = settings.level == "trajectory"
-    return {
-        "none": lambda: of_L(1, r),
-        "ppo": lambda: of_L(1, q),
-        "decoupled": lambda: of_L(min(W if whole else w, settings.w_max), r),
-        "icepop": lambda: of_L(inside * w, r),
-        "geo_mask": lambda: of_L(inside, r),
-        "gspo": lambda: of_L(min(geo, settings.w_max), s),
-        "cispo": lambda: of_theta(min(q, 1 + settings.epsilon)),
-        "topr": lambda: of_theta(1 if A > 0 else min(Q if whole else q, 1)),
-        "vcpo": lambda: of_theta(min(Q, settings.w_max)),
-        "m2po": lambda: of_theta(
-            (t in kept_by_m2po(advantages, mu, anchor, settings.second_moment))
-            * min(q, settings.w_max)
-        ),
-        "dppo_tv": lambda: of_theta(
-            not (
-                (A > 0 and math.exp(theta[t]) - math.exp(mu[t]) > settings.divergence)
-                or (A < 0 and math.exp(mu[t]) - math.exp(theta[t]) > settings.divergence)
-            )
-            and min(q, settings.w_max)
-        ),
-    }[settings.kind]()
 
 
 @pytest.mark.parametrize(("kind", "level"), KINDS)
@@ -161,10 +108,11 @@ def test_objective_and_gradient_match_the_loop(kind, level, seed, w_max, bounds,
     gradient_N = gradient(found_N, data["theta_N"])
     theta, mu, anchor, member = (values.tolist() for values in data.values())
     for t in range(len(theta)):
-        value, slope = slow(correction, t, A_N.tolist(), theta, mu, anchor, member)
+        token = Token(t, A_N.tolist(), theta, mu, anchor, member)
+        value, slope = ORACLES["correction"][kind](token, correction)
         assert float(found_N[t].detach()) == pytest.approx(value, rel=1e-9)
         assert float(gradient_N[t]) == pytest.approx(slope, rel=1e-9)
-        q, unanchored = math.exp(theta[t] - mu[t]), not reads_anchor(correction)
+        q, unanchored = math.exp(theta[t] - mu[t]), not correction.facts.reads_anchor
         w, r = math.exp(anchor[t] - mu[t]), math.exp(theta[t] - anchor[t])
         assert float(corrected.w_N[t]) == pytest.approx(q if unanchored else w)
         assert float(corrected.r_N[t]) == pytest.approx(q if unanchored else r)
@@ -363,7 +311,8 @@ def test_removing_the_context_of_a_good_token_holds_it_back_only_as_behaviour():
 def spread_over_tokens(tokens: ActionTokens, settings: CorrectionConfig) -> Corrected:
     """Correction that returns what `settings.params` say is wrong, in place of the right value."""
     ratio_N = (tokens.theta_N - tokens.anchor_N).exp()
-    whole = Corrected(ratio_N, *[ratio_N.detach()] * 3, clips=True)
+    constant_N = ratio_N.detach()
+    whole = Corrected(ratio_N, constant_N, constant_N, constant_N)
     wrong = {
         "column": lambda: replace(whole, ratio_N=ratio_N[:, None]),
         "single": lambda: replace(whole, weight_N=ratio_N.detach().mean()),
@@ -404,7 +353,7 @@ def test_a_result_that_is_not_one_number_a_token_is_named_with_its_function(
     theta_N, constant_N = torch.zeros(40, requires_grad=True), torch.zeros(40)
     tokens = ActionTokens(theta_N, *[constant_N] * 8)
     if not said:
-        assert corrected_tokens(tokens, settings).clips
+        assert corrected_tokens(tokens, settings)
         return
     with pytest.raises(TrainingError, match=rf"^correction\.kind: {kind} returned {said}"):
         corrected_tokens(tokens, settings)
@@ -414,7 +363,8 @@ def spoils(tokens: ActionTokens, settings: CorrectionConfig) -> Corrected:
     """Correction that changes the input that `settings.params` name."""
     ratio_N = (tokens.theta_N - tokens.anchor_N).exp()
     getattr(tokens, settings.params["changed"]).mul_(-1)
-    return Corrected(ratio_N, *[ratio_N.detach()] * 3, clips=True)
+    constant_N = ratio_N.detach()
+    return Corrected(ratio_N, constant_N, constant_N, constant_N)
 
 
 @pytest.mark.parametrize("changed", ["theta_N", "old_N", "advantage_N", "lag_N"])
@@ -459,7 +409,7 @@ def prepares(tokens: ActionTokens, settings: CorrectionConfig) -> Corrected:
     """Correction by what was prepared."""
     ratio_N = (tokens.theta_N - tokens.anchor_N).exp()
     w_N = ratio_N.detach()
-    return Corrected(ratio_N, tokens.prepared_N, w_N, w_N, clips=True)
+    return Corrected(ratio_N, tokens.prepared_N, w_N, w_N)
 
 
 def prepared_by(prepares: str) -> Array:

@@ -8,16 +8,16 @@ import pytest
 import torch
 from budget import examples
 from collated_groups import NEVER, collated, make_groups
-from corrections import KINDS, UNCLIPPED, kept_by_m2po
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from oracles import CORRECTIONS, KINDS, UNCLIPPED, Token
 
 from evolver_async.config import CorrectionConfig, LossConfig
 from evolver_async.config.sections.learner import by_kind
 from learner.data.batch import Batch, LogProbs
 from learner.data.collate import Internalise
 from learner.diagnostics.offpolicy import Accounting
-from learner.loss.correction import ActionTokens, Corrected, StepTokens, correction, reads_anchor
+from learner.loss.correction import ActionTokens, Corrected, StepTokens, correction
 from learner.loss.objective import Objective
 from learner.loss.policy import token_scale
 from learner.loss.ratios import guided_old
@@ -71,40 +71,14 @@ def expected_loss(
             return math.exp(anchor - mu)
         return math.exp(anchor_e - mu) if correction.guided == "stale" else 1.0
 
-    everywhere = [math.log(w(t)) for t in range(len(data["mu"]))]
-    trains = kept_by_m2po(data["A"], [0.0] * len(everywhere), everywhere, correction.second_moment)
+    old = [float(data["anchor"][t]) - math.log(w(t)) for t in range(len(data["mu"]))]
+    A, theta, anchor = (data[name].tolist() for name in ("A", "theta", "anchor"))
     total = 0.0
     for t in tokens:
-        A, stripped = float(data["A"][t]), batch.stripped_P[batch.trajectory_N[t]]
-        r = math.exp(data["theta"][t] - data["anchor"][t])
-        high = loss.boost if stripped and loss.boost else loss.clip_high
-
-        def L(x: float, A: float = A, high: float = high) -> float:
-            value = min(x * A, min(max(x, 1 - loss.clip_low), 1 + high) * A)
-            return max(value, loss.dual_clip * A) if A < 0 else value
-
-        own = [u for u in tokens if batch.trajectory_N[u] == batch.trajectory_N[t]]
-        W = math.prod(w(u) for u in own)
-        R = math.prod(math.exp(data["theta"][u] - data["anchor"][u]) for u in own)
-        geo, q = W ** (1 / len(own)), r * w(t)
-        whole = correction.level == "trajectory"
-        inside = correction.low <= (w(t) if correction.kind == "icepop" else geo) <= correction.high
-        theta = float(data["theta"][t])
-        moved = math.exp(theta) * (1 - 1 / q)  # the token's probability, less that in the past
-        total += {
-            "none": L(r),
-            "ppo": L(q),
-            "decoupled": min(W if whole else w(t), correction.w_max) * L(r),
-            "icepop": inside * w(t) * L(r),
-            "geo_mask": inside * L(r),
-            "gspo": min(geo, correction.w_max) * L(R ** (1 / len(own))),
-            "cispo": min(q, 1 + correction.epsilon) * A * theta,
-            "topr": (1 if A > 0 else min(R * W if whole else q, 1)) * A * theta,
-            "vcpo": min(R * W, correction.w_max) * A * theta,
-            "m2po": (t in trains) * min(q, correction.w_max) * A * theta,
-            "dppo_tv": (abs(moved) <= correction.divergence or moved * A <= 0)
-            * (min(q, correction.w_max) * A * theta),
-        }[correction.kind]
+        boosted = loss.boost and batch.stripped_P[batch.trajectory_N[t]]
+        high = loss.boost if boosted else loss.clip_high
+        token = Token(t, A, theta, old, anchor, batch.trajectory_N.tolist(), high)
+        total += CORRECTIONS[correction.kind](token, correction)[0]
     return -total / len(tokens)
 
 
@@ -115,7 +89,7 @@ def aged(tokens: ActionTokens, settings: CorrectionConfig) -> Corrected:
     seen = {"lag": tokens.lag_N, "position": tokens.position_N, "group": tokens.group_N}
     late_N = torch.where(tokens.position_N > 0, tokens.lag_N.to(ratio_N.dtype), torch.nan)
     metrics = {name: x_N.double() for name, x_N in seen.items()} | {"late": late_N}
-    return Corrected(ratio_N, weight_N, torch.ones_like(weight_N), ratio_N.detach(), True, metrics)
+    return Corrected(ratio_N, weight_N, torch.ones_like(weight_N), ratio_N.detach(), metrics)
 
 
 @pytest.mark.parametrize("budget", [40, 10_000])
@@ -159,7 +133,7 @@ def aged_by_step(tokens: ActionTokens, settings: CorrectionConfig) -> Corrected:
     w_N = ratio_N.detach()
     fits_N = (tokens.prepared_N >= tokens.lag_N) == (tokens.position_N == 0)
     metrics = {"prepared": tokens.prepared_N.double(), "fits": fits_N.double()}
-    return Corrected(ratio_N, w_N, w_N, w_N, True, metrics)
+    return Corrected(ratio_N, w_N, w_N, w_N, metrics)
 
 
 def test_what_an_own_correction_prepares_sees_lag_place_and_group_of_the_whole_step() -> None:
@@ -222,7 +196,7 @@ def check_accounting(
     stripped_N = batch.stripped_N
     if not len(stripped_N):
         return
-    unanchored = not reads_anchor(correction)
+    unanchored = not correction.facts.reads_anchor
     r = np.exp(data["theta"] - (data["old"] if unanchored else data["anchor"]))
     log_rho = data["theta"] - data["mu"]
     sides = {"offpolicy": np.ones_like(stripped_N)}

@@ -35,40 +35,6 @@ def test_the_channel_follows_from_the_configuration(arguments: list[str], kind: 
     assert channel(load(None, [STEPS, *arguments])) == kind
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["weights.kind=smoke"], "weights.kind: must be one of"),
-        (
-            ["weights.kind=collective", "launch.kind=serial"],
-            "weights.kind: must be shm: launch.kind=serial",
-        ),
-        (["weights.kind=cuda_ipc", "learner.device=cpu"], "learner.device: "),
-        (["weights.kind=cuda_ipc", *CUDA, "engine.tensor_parallel=2"], "weights.kind: "),
-        (
-            ["weights.kind=cuda_ipc", *CUDA, "launch.gpus={actors: [1], learner: [0]}"],
-            "weights.kind: cuda_ipc is for a learner and engines on one GPU, and",
-        ),
-        (
-            ["weights.kind=shm", "weights.address=tcp://127.0.0.1:9"],
-            "weights.address: needs weights.kind=collective",
-        ),
-        (["weights.address=127.0.0.1:9"], "weights.address: must be tcp://host:port"),
-        (["weights.address=tcp://127.0.0.1:0"], "weights.address: 0 is not a port"),
-        (["weights.address=tcp://127.0.0.1:65536"], "weights.address: 65536 is not a port"),
-        (["weights.address=tcp://0.0.0.0:9", "weights.trusted_network=true"], "weights.address: "),
-        (["weights.address=tcp://10.0.0.1:9"], "weights.trusted_network: 10.0.0.1 is not"),
-        (["weights.address=tcp://node:9"], "weights.trusted_network: node is not"),
-        (["weights.deadline_s=0"], "weights.deadline_s: "),
-        (["weights.bucket_bytes=1"], "weights.bucket_bytes: "),
-    ],
-)
-def test_a_channel_that_cannot_work_is_named(arguments: list[str], message: str) -> None:
-    with pytest.raises(ConfigError) as refused:
-        load(None, [STEPS, *arguments])
-    assert str(refused.value).startswith(message)
-
-
 def test_an_address_in_use_is_refused_before_anything_starts() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
