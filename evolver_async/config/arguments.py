@@ -3,18 +3,17 @@
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import is_dataclass
-from typing import Any, Literal, NamedTuple, get_origin, get_type_hints
+from typing import Any, Literal, NamedTuple, get_origin
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from evolver_async.config.merge import apply, environment, environment_name, merge
+from evolver_async.config.scopes import declared
 from evolver_async.config.sections import Config
 from evolver_async.config.sections.run import StageConfig
 from evolver_async.config.values.config_error import ConfigError
-from evolver_async.config.values.rules import item_kind
 
 QUOTES = ("'", '"')
 NULLS = ("null", "Null", "NULL", "~")  # of YAML
@@ -46,16 +45,9 @@ def apply_arguments(resolved: DictConfig, dotlist: Sequence[str]) -> DictConfig:
     return resolved
 
 
-def named_keys(dotlist: Sequence[str]) -> set[str]:
-    """Return the keys `section.name` that arguments set for the whole run."""
-    trees = [one.tree for one in map(_argument, dotlist) if not one.stage and one.key != APPEND]
-    return {
-        f"{section}.{name}"
-        for tree in trees
-        for section, values in tree.items()
-        if isinstance(values, dict)
-        for name in values
-    }
+def trees_of(dotlist: Sequence[str]) -> list[Any]:
+    """Return the trees of sections of the arguments that set keys for the whole run."""
+    return [one.tree for one in map(_argument, dotlist) if not one.stage and one.key != APPEND]
 
 
 def _argument(entry: str) -> Argument:
@@ -66,22 +58,11 @@ def _argument(entry: str) -> Argument:
     parts, stage = key.replace("[", ".").replace("]", "").split("."), ""
     if parts[0] == "stages" and len(parts) > 2:
         _, stage, *parts = parts
-    tree = _read(key, text, _is_text(parts, StageConfig if stage else Config))
+    kind, _ = declared(parts, StageConfig if stage else Config)
+    tree = _read(key, text, kind is str or get_origin(kind) is Literal)
     for part in reversed(parts):
         tree = {part: tree}
     return Argument(key, stage, tree)
-
-
-def _is_text(parts: Sequence[str], kind: Any) -> bool:
-    """Return True if the values of a key below `kind` are texts."""
-    for part in parts:
-        if is_dataclass(kind):
-            # an override of a stage has the sections of a run
-            whole = kind is StageConfig and part == "override"
-            kind = Config if whole else get_type_hints(kind).get(part)
-        else:
-            kind = item_kind(kind)
-    return kind is str or get_origin(kind) is Literal
 
 
 def _read(key: str, text: str, is_text: bool) -> Any:

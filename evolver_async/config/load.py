@@ -6,7 +6,7 @@ plain-dict form is the one inside WELCOME.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -16,12 +16,12 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from evolver_async.config import merge
-from evolver_async.config.arguments import apply_arguments, named_keys
+from evolver_async.config.arguments import apply_arguments, trees_of
 from evolver_async.config.checks import check, check_stage
 from evolver_async.config.effective.changes import effective
 from evolver_async.config.merge import apply, defaults, to_config
 from evolver_async.config.model_defaults import Default, model_defaults
-from evolver_async.config.overrides import refuse_whole_run, refuse_whole_stage
+from evolver_async.config.scopes import named, refuse_whole_run, refuse_whole_stage
 from evolver_async.config.secrets import escaped
 from evolver_async.config.sections import Config
 from evolver_async.config.sections.learner import by_kind
@@ -52,8 +52,8 @@ def load_explained(
     config = _merged({}, trees, dotlist)
     layer = {}
     if config.policy.path:
-        named = {key for tree in trees for key in _leaves(tree)} | named_keys(dotlist)
-        layer = model_defaults(config, named)
+        given = {key for tree in (*trees, *trees_of(dotlist)) for key in named(tree)}
+        layer = model_defaults(config, given)
         config = _merged(_nested(layer), trees, dotlist)
     check_run(config)
     return config, {key: default.why for key, default in layer.items()}
@@ -65,12 +65,6 @@ def _merged(layer: dict[str, Any], trees: list[dict[str, Any]], dotlist: Sequenc
     for tree in trees:
         resolved = apply(resolved, tree)
     return to_config(apply_arguments(resolved, dotlist))
-
-
-def _leaves(tree: dict[str, Any]) -> Iterator[str]:
-    """Yield the keys `section.name` of a tree of sections."""
-    for section, values in tree.items():
-        yield from (f"{section}.{name}" for name in values) if isinstance(values, dict) else ()
 
 
 def _nested(layer: dict[str, Default]) -> dict[str, Any]:

@@ -6,53 +6,44 @@ from dataclasses import replace
 from pathlib import Path
 
 from evolver_async.config import hub
+from evolver_async.config.effective.changes import value_of, with_values
+from evolver_async.config.scopes import named
 from evolver_async.config.secrets import reveal
 from evolver_async.config.sections import Config
-from evolver_async.config.sections.agentevolver import SUMMARISED
 from evolver_async.config.sections.run import RunName
 from evolver_async.config.shape import GGUF
 from evolver_async.config.values.config_error import ConfigError
-from evolver_async.config.values.rules import check_value
+from evolver_async.config.values.rules import FilePath, check_value, keys, mark
+from evolver_async.extension import is_own
 
-ROWS = ("path", "validation", "test")  # keys of `tasks` that name files of rows
+PATHS = {key: path for key, one in keys(Config) if (path := mark(one, FilePath))}
 
 
 def with_absolute_paths(config: Config) -> Config:
     """Make the paths absolute that a run reads again later, from another working directory too."""
 
-    def absolute(path: str) -> str:
-        return str(Path(path).expanduser().resolve()) if path else ""
+    def absolute(path: str, kind: FilePath) -> str:
+        imported, of_hub = kind.own and is_own(path), kind.hub and hub.is_id(path)
+        if path in ("", *kind.but) or imported or of_hub:
+            return path
+        return str(Path(path).expanduser().resolve())
 
-    def unless_id(path: str) -> str:
-        return path if hub.is_id(path) else absolute(path)
-
-    experience, profile = config.experience, config.questioning.profile
-    embedder = experience.embedder
-    embedder = absolute(embedder) if experience.loads_embedder else embedder
-    return replace(
-        with_task_paths(config, unless_id),
-        policy=replace(config.policy, path=unless_id(config.policy.path)),
-        experience=replace(experience, embedder=embedder),
-        questioning=replace(
-            config.questioning, profile=profile if profile == SUMMARISED else absolute(profile)
-        ),
-        weights=replace(config.weights, dir=absolute(config.weights.dir)),
-        security=replace(config.security, keys=absolute(config.security.keys)),
-    )
+    return with_paths(config, absolute)
 
 
-def with_task_paths(config: Config, change: Callable[[str], str]) -> Config:
-    """Apply `change` to the files of rows of the run and to those that stages name."""
-    of_run = {name: change(getattr(config.tasks, name)) for name in ROWS}
-    tasks, stages = replace(config.tasks, **of_run), []
+def with_paths(config: Config, change: Callable[[str, FilePath], str]) -> Config:
+    """Apply `change` to the paths of the run and to those that stages name."""
+    stages = []
     for stage in config.stages:
         override = dict(stage.override)
-        named = {name: one for name, one in override.get("tasks", {}).items() if name in ROWS}
-        if named:
-            changed = {name: change(reveal(str(one))) for name, one in named.items()}
-            override["tasks"] = {**override["tasks"], **changed}
+        for key in named(override):
+            if path := PATHS.get(key):
+                section, name = key.split(".")
+                changed = change(reveal(str(override[section][name])), path)
+                override[section] = override[section] | {name: changed}
         stages.append(replace(stage, override=override))
-    return replace(config, tasks=tasks, stages=stages)
+    changed = {key: change(value_of(config, key), path) for key, path in PATHS.items()}
+    return replace(with_values(config, changed), stages=stages)
 
 
 def directory_of(config: Config, name: str) -> Path:

@@ -6,12 +6,14 @@
 import ast
 import inspect
 import io
+import re
 import sys
 import tokenize
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
+from evolver_async.config.scopes import declared
 from evolver_async.config.sections import Config
 from evolver_async.config.sections.run import StageConfig
 from evolver_async.config.values.kinds import BOUNDS, CORRECTIONS, KINDS
@@ -29,7 +31,7 @@ def reference() -> str:
         default = StageConfig() if is_stages else getattr(Config(), section.name)
         title = "stages[i]" if is_stages else section.name
         rows = "\n".join(_rows(default, f"{title}."))
-        head = "| key | default | allowed | |\n|---|---|---|---|"
+        head = "| key | default | allowed | scope | |\n|---|---|---|---|---|"
         parts.append(f"#### `{title}`\n\n{inspect.getdoc(type(default))}\n\n{head}\n{rows}\n")
     return "\n".join(parts)
 
@@ -55,9 +57,10 @@ def _rows(section: Any, prefix: str) -> list[str]:
             continue
         shown = '""' if value == "" else str(value).lower() if isinstance(value, bool) else value
         allowed = str(rule(annotation) or "").removeprefix("one of ")
+        _, scope = declared(re.split(r"\.|\[", f"{prefix}{name}"))
         text = _of_kinds(prefix, name) + comments[name] + _open_values(prefix, name)
-        cells = (f"`{prefix}{name}`", f"`{shown}`", *map(_escaped, (allowed, text)))
-        rows.append(f"| {' | '.join(cells)} |")
+        texts = map(_escaped, (allowed, str(scope), text))
+        rows.append(f"| {' | '.join((f'`{prefix}{name}`', f'`{shown}`', *texts))} |")
         item = item_kind(annotation)
         if isinstance(item, type) and is_dataclass(item):
             place = ".NAME" if isinstance(value, dict) else "[i]"

@@ -5,36 +5,23 @@ The data of a run was made and chosen by everything else: environments, actors, 
 
 from collections.abc import Iterator
 from dataclasses import asdict, replace
+from operator import attrgetter
 from typing import Any
 
 from evolver_async.config.load import stage_config
-from evolver_async.config.overrides import EXPERIENCE
+from evolver_async.config.scopes import declared
 from evolver_async.config.sections import Config
 from evolver_async.config.values.config_error import ConfigError
-
-SECTIONS = ("selection", "advantage", "critic", "correction", "loss", "learner")
-KEYS = tuple(f"experience.{name}" for name in EXPERIENCE)
-STAGE_KEYS = ("reset_optimizer", "refresh_reference")
-REFUSED = {
-    "learner.groups_per_step": "it decided which groups the run took together",
-    "learner.ranks": "a rerun is one process",
-    "learner.deadline_s": "a rerun is one process",
-    "selection.max_refills": "the buffer applied it to the run's data",
-}
+from evolver_async.config.values.rules import Scope
 
 
 def refuse_data_changes(before: Config, after: Config) -> None:
     """Raise ConfigError, naming the key, for a change that could have given other data."""
-    for key in _changed(asdict(before), asdict(after)):
-        name = _without_stage(key)
-        if reason := REFUSED.get(name):
-            raise ConfigError(f"{key}: cannot change in a rerun: {reason}")
-        section = name.partition(".")[0]
-        if section not in SECTIONS and name not in (*KEYS, *STAGE_KEYS):
+    for key in changed_keys(before, after):
+        if Scope.LEARNER not in declared(key.split("."))[1]:
             raise ConfigError(
-                f"{key}: cannot change in a rerun, which trains on the data of the run as it is;"
-                f" keys that can change: {', '.join(f'{one}.*' for one in SECTIONS)},"
-                f" {', '.join(KEYS)}"
+                f"{key}: cannot change in a rerun, which trains on the data of the run as it is, in"
+                " one process; keys with the scope `learner` in docs/configuration.md can change"
             )
     for index in range(len(before.stages)):
         old, new = stage_config(before, index), stage_config(after, index)
@@ -62,7 +49,8 @@ def changes_stage(before: Config, after: Config, index: int, rollbacks: int) -> 
 def changes_beginning(before: Config, after: Config, index: int) -> bool:
     """Return True if stage `index` begins with another optimizer or reference."""
     old, new = before.stages[index], after.stages[index]
-    return any(getattr(old, name) != getattr(new, name) for name in STAGE_KEYS)
+    begins = attrgetter("reset_optimizer", "refresh_reference")
+    return begins(old) != begins(new)
 
 
 def changed_keys(before: Config, after: Config) -> dict[str, Any]:
@@ -70,14 +58,10 @@ def changed_keys(before: Config, after: Config) -> dict[str, Any]:
     return dict(changed_values(asdict(before), asdict(after)))
 
 
-def _changed(before: Any, after: Any) -> Iterator[str]:
-    for key, _ in changed_values(before, after):
-        yield key
-
-
 def changed_values(before: Any, after: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the keys of the leaves that differ between two dicts, and their values in `after`."""
-    if isinstance(before, dict) and isinstance(after, dict):
+    if isinstance(before, dict | None) and isinstance(after, dict | None) and (before or after):
+        before, after = before or {}, after or {}
         for name in {**before, **after}:
             yield from changed_values(before.get(name), after.get(name), f"{prefix}{name}.")
     elif isinstance(before, list) and isinstance(after, list) and prefix == "stages.":
@@ -86,15 +70,5 @@ def changed_values(before: Any, after: Any, prefix: str = "") -> Iterator[tuple[
             return
         for index, (old, new) in enumerate(zip(before, after, strict=True)):
             yield from changed_values(old, new, f"{prefix}{index}.")
-    elif isinstance(after, dict) and before is None:
-        yield from changed_values({}, after, prefix)
     elif before != after:
         yield prefix.removesuffix("."), after
-
-
-def _without_stage(key: str) -> str:
-    """Return the part of a key behind `stages.<n>.override.` or `stages.<n>.`."""
-    parts = key.split(".")
-    if parts[0] == "stages" and len(parts) > 2:
-        parts = parts[3:] if parts[2] == "override" else parts[2:]
-    return ".".join(parts)

@@ -26,7 +26,7 @@ from evolver_async.buffer.tasks.task_source import held_out_task
 from evolver_async.checkpoint.checkpoints import exists
 from evolver_async.config import Config, TasksConfig, hub
 from evolver_async.config.load import dump, load_written, stage_as_written, stage_config
-from evolver_async.config.paths import ROWS, directory_of, with_absolute_paths
+from evolver_async.config.paths import directory_of, with_absolute_paths
 from evolver_async.config.values.config_error import ConfigError
 from evolver_async.errors import USER_ERROR, Unrecoverable
 from evolver_async.files import remove, write_whole
@@ -47,7 +47,7 @@ from evolver_async.process.stopping import handled_by, raise_stop
 
 UNPREPARED = "the policy could not be prepared"
 # Keys of `tasks` that decide which rows a stage has, and how they are read.
-OF_ROWS = frozenset((*ROWS, "prompt", "split", "subset", "revision"))
+OF_ROWS = frozenset(("path", "validation", "test", "prompt", "split", "subset", "revision"))
 
 
 def create(

@@ -3,7 +3,7 @@
 import shlex
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +19,15 @@ from evolver_async.checkpoint.checkpoints import (
     verify,
 )
 from evolver_async.config import Config
-from evolver_async.config.effective.changes import effective
+from evolver_async.config.effective.changes import effective, value_of
 from evolver_async.config.load import dump, load_written, stage_as_written, stage_config
 from evolver_async.config.paths import with_absolute_paths
+from evolver_async.config.scopes import keys_of
 from evolver_async.config.sections.learner import lr_at
 from evolver_async.config.sections.run import limits_reached
 from evolver_async.config.shape import GGUF
 from evolver_async.config.values.config_error import ConfigError
+from evolver_async.config.values.rules import Scope
 from evolver_async.launch.creation import (
     check_changed,
     complete,
@@ -36,14 +38,8 @@ from evolver_async.launch.creation import (
 from evolver_async.launch.run_directory import ACTORS, CREATING, PAUSED, config_of, origin_of
 from evolver_async.launch.start_checks import check_start
 
-MAY_CHANGE = (
-    "path",
-    "download",
-    "revision",
-    "max_length",
-)  # of the policy; its other keys shape or scale the weights
 RISE = 1.01  # factor by which a learning rate must rise to be reported
-CRITIC = "critic."  # beginning of the names of a critic's files in a checkpoint
+CRITIC = "critic."  # beginning of the names of a critic's files in a checkpoint, and of its keys
 
 
 class FinishedRun(ConfigError):
@@ -129,25 +125,16 @@ def check_weights(before: Config, after: Config, files: Iterable[str], where: st
     files: of the checkpoint; only one with a critic determines its kind. where: `on resume` or
     `in a fork`, for the message.
     """
-    old, new = _weight_keys(before), _weight_keys(after)
-    if any(name.startswith(CRITIC) for name in files):
-        old["critic.kind"], new["critic.kind"] = before.critic.kind, after.critic.kind
-    _refuse_changes([(name, value, new[name]) for name, value in old.items()], where)
+    has_critic = any(name.startswith(CRITIC) for name in files)
+    keys = (key for key in keys_of(Scope.WEIGHTS) if has_critic or not key.startswith(CRITIC))
+    _refuse_changes(before, after, keys, where)
 
 
-def _weight_keys(config: Config) -> dict[str, Any]:
-    """Return the keys of the policy on which the meaning of its weights depends."""
-    policy = asdict(config.policy)
-    lora = policy.pop("lora")
-    named = {f"policy.{key}": value for key, value in policy.items() if key not in MAY_CHANGE}
-    return named | {f"policy.lora.{key}": value for key, value in lora.items()}
-
-
-def _refuse_changes(pairs: Iterable[tuple[str, Any, Any]], where: str) -> None:
-    for name, old, new in pairs:
-        if old != new:
+def _refuse_changes(before: Config, after: Config, keys: Iterable[str], where: str) -> None:
+    for key in keys:
+        if (old := value_of(before, key)) != (new := value_of(after, key)):
             raise ConfigError(
-                f"{name}: cannot change {where}: the run was started with {old}, got {new}"
+                f"{key}: cannot change {where}: the run was started with {old}, got {new}"
             )
 
 
@@ -233,14 +220,9 @@ def _refuse_changed_data(before: Config, after: Config) -> None:
     A restart chooses the same tasks again by seed and tasks; the learner computes log-probs at the
     temperature at which the tokens were sampled.
     """
-    pairs: list[tuple[str, Any, Any]]
-    pairs = [(f"run.{key}", old, vars(after.run)[key]) for key, old in vars(before.run).items()]
     for index in range(min(len(before.stages), len(after.stages))):
         old, new = stage_as_written(before, index), stage_as_written(after, index)
-        tasks = vars(old.tasks).items()
-        pairs += [(f"tasks.{key}", value, vars(new.tasks)[key]) for key, value in tasks]
-        pairs.append(("rollout.temperature", old.rollout.temperature, new.rollout.temperature))
-    _refuse_changes(pairs, "on resume")
+        _refuse_changes(old, new, keys_of(Scope.DATA), "on resume")
 
 
 def _refuse_changed_replay(before: Config, after: Config, journal: Path) -> None:
@@ -275,16 +257,13 @@ def _replayed(config: Config, index: int) -> dict[str, Any]:
     one of `env.params` only if stages get or lose equal ones: a stage forgets the tasks of others.
     """
     stage = effective(stage_as_written(config, index), config.stages[index])
-    guided = stage.rollout.guided
+    named = {key: value_of(stage, key) for key in keys_of(Scope.REPLAY)}
     tasks = [_tasks(stage_as_written(config, number)) for number in range(index + 1)]
     equal = tasks.index(tasks[-1])
-    return {
-        f"stages[{index}].kind": config.stages[index].kind,
-        "env.name": stage.env.name,
-        "env.params": f"the tasks of stage {equal}" if equal < index else "tasks of its own",
-        "buffer.reuse": stage.buffer.reuse,
-        "rollout.guided": guided if guided == "failed" else "fixed or adaptive",
-    }
+    named["env.params"] = f"the tasks of stage {equal}" if equal < index else "tasks of its own"
+    if stage.rollout.guided != "failed":
+        named["rollout.guided"] = "fixed or adaptive"
+    return {f"stages[{index}].kind": config.stages[index].kind, **named}
 
 
 def _tasks(config: Config) -> Any:

@@ -17,7 +17,6 @@ import shlex
 import textwrap
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -26,7 +25,8 @@ import msgspec
 
 from evolver_async.config import Config, ConfigError
 from evolver_async.config.load import load_written
-from evolver_async.config.paths import with_task_paths
+from evolver_async.config.paths import with_paths
+from evolver_async.config.values.rules import FilePath
 from evolver_async.file_formats import RUN, numbered
 from evolver_async.files import parsed, write_whole
 from evolver_async.metrics.launches import LAUNCHES
@@ -66,13 +66,12 @@ def config_of(run_dir: Path, changes: Sequence[str] = (), *, checked: bool = Tru
     """
     config = load_written(run_dir, changes, checked=checked)
 
-    def now(path: str) -> str:
+    def now(path: str, kind: FilePath) -> str:
         own = run_dir / Path(path).name
-        gone = path and not Path(path).expanduser().exists()
+        gone = kind.hub and path and not Path(path).expanduser().exists()
         return str(own) if gone and own.exists() else path
 
-    policy = replace(config.policy, path=now(config.policy.path))
-    return replace(with_task_paths(config, now), policy=policy)
+    return with_paths(config, now)
 
 
 @contextmanager

@@ -4,9 +4,11 @@ import contextlib
 import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, is_dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from evolver_async.config import Config, ConfigError
 from evolver_async.config.arguments import flow
@@ -187,15 +189,6 @@ def as_arguments(key: str, value: Any) -> list[str]:
 
     A mapping is emptied first, because an argument is merged into the one that is there.
     """
-    plain = plain_value(value)
+    plain = msgspec.to_builtins(value)
     emptied = [f"{key}={{}}"] if isinstance(plain, dict) and plain else []
     return [*emptied, f"{key}={flow(escaped(plain, f'.{key}'))}"]
-
-
-def plain_value(value: Any) -> Any:
-    """Return a value of a configuration with its dataclasses as mappings."""
-    if is_dataclass(value) and not isinstance(value, type):
-        return asdict(value)
-    if isinstance(value, dict):
-        return {name: plain_value(item) for name, item in value.items()}
-    return [plain_value(item) for item in value] if isinstance(value, list) else value

@@ -8,13 +8,15 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import msgspec
+
 from evolver_async.config import Config, ConfigError
 from evolver_async.config.arguments import text_of
 from evolver_async.config.effective.changes import value_of
 from evolver_async.config.load import load_written
 from evolver_async.config.secrets import looks_secret, mask
 from evolver_async.config.values.rules import keys
-from evolver_async.study.cells import ADDRESSES, Cell, cell_name, plain_value
+from evolver_async.study.cells import ADDRESSES, Cell, cell_name
 from evolver_async.study.definition import Definition
 from evolver_async.study.directory import CellRun, Study
 
@@ -55,7 +57,7 @@ def _swept(runs: Sequence[Path], configs: Sequence[Config]) -> list[dict[str, st
     """Return the values of each run, as texts, of the keys in which they differ."""
     texts: list[Mapping[str, str]] = [
         {
-            key: mask(text_of(plain_value(value_of(config, key)))).replace(str(path), RUN)
+            key: mask(text_of(msgspec.to_builtins(value_of(config, key)))).replace(str(path), RUN)
             for key, _ in keys(Config)
             if _shapes(key)
         }

@@ -189,15 +189,20 @@ def _estimate(
 
 ByCritic = Callable[[Tokens, Array, AdvantageConfig], Estimate]
 BY_CRITIC: Builtins[ByCritic] = Builtins("advantage.kind")
-BY_CRITIC("gae")(lambda tokens, w_N, of: gae(tokens, gamma=of.gamma, lam=of.lam))
+BY_CRITIC("gae")(lambda tokens, w_N, settings: gae(tokens, gamma=settings.gamma, lam=settings.lam))
 BY_CRITIC("gae_bilevel")(
-    lambda tokens, w_N, of: gae_bilevel(
-        tokens, gamma=of.gamma, lam=of.lam, gamma_turn=of.gamma_turn
+    lambda tokens, w_N, settings: gae_bilevel(
+        tokens, gamma=settings.gamma, lam=settings.lam, gamma_turn=settings.gamma_turn
     )
 )
 BY_CRITIC("vtrace")(
-    lambda tokens, w_N, of: vtrace(
-        tokens, w_N, gamma=of.gamma, lam=of.lam, rho_max=of.rho_max, c_max=of.c_max
+    lambda tokens, w_N, settings: vtrace(
+        tokens,
+        w_N,
+        gamma=settings.gamma,
+        lam=settings.lam,
+        rho_max=settings.rho_max,
+        c_max=settings.c_max,
     )
 )
 

@@ -27,10 +27,7 @@ from evolver_async.config.values.rules import check_fields
 
 
 def check(config: Config) -> None:
-    """Raise ConfigError for the first value or combination that cannot work.
-
-    `load.stage_config` checks stages that have an override.
-    """
+    """Raise ConfigError for the first value or combination that can work in no stage."""
     check_fields(config)
     _refuse(
         chain(
@@ -38,9 +35,6 @@ def check(config: Config) -> None:
             *(weight_channel(config), stages(config), reward(config)),
         )
     )
-    for index, stage in enumerate(config.stages):
-        if not stage.override:
-            check_stage(config, index)
 
 
 def check_stage(config: Config, index: int) -> None:

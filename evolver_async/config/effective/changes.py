@@ -32,7 +32,7 @@ def effective(config: Config, stage: StageConfig) -> Config:
     """
     changed, _ = possible(config, stage)
     defaults = {key: default_of(key) for key in inert(changed, stage)}
-    return _with(changed, {k: v for k, v in defaults.items() if value_of(changed, k) != v})
+    return with_values(changed, {k: v for k, v in defaults.items() if value_of(changed, k) != v})
 
 
 def possible(config: Config, stage: StageConfig) -> tuple[Config, list[Change]]:
@@ -41,7 +41,7 @@ def possible(config: Config, stage: StageConfig) -> tuple[Config, list[Change]]:
     for rule in CHANGES:
         for key, after, why in rule(config, stage):
             made.append(Change(key, value_of(config, key), after, why))
-            config = _with(config, {key: after})
+            config = with_values(config, {key: after})
     return config, made
 
 
@@ -141,7 +141,7 @@ def default_of(key: str) -> Any:
     return value_of(_defaults(), key)
 
 
-def _with(config: Config, values: dict[str, Any]) -> Config:
+def with_values(config: Config, values: dict[str, Any]) -> Config:
     """Return `config` with these values of keys."""
     for key, value in values.items():
         config = _put(config, key.split("."), value)

@@ -1,6 +1,7 @@
 """All sections of a configuration, composed. Defaults, choices and ranges stand at the fields."""
 
 from dataclasses import dataclass, field
+from typing import Annotated
 
 from evolver_async.config.sections.agentevolver import (
     ExperienceConfig,
@@ -34,36 +35,40 @@ from evolver_async.config.sections.run import (
     StageConfig,
 )
 from evolver_async.config.sections.system import LaunchConfig, SecurityConfig, WeightsConfig
+from evolver_async.config.values.rules import Scope
 
 
 @dataclass
 class Config:
-    """The whole configuration of a run. A recipe holds only what differs from the defaults."""
+    """The whole configuration of a run. A recipe holds only what differs from the defaults.
 
-    run: RunConfig = field(default_factory=RunConfig)
-    policy: PolicyConfig = field(default_factory=PolicyConfig)
+    The scope of a section is that of its keys, unless a field says another one.
+    """
+
+    run: Annotated[RunConfig, Scope.RUN | Scope.DATA] = field(default_factory=RunConfig)
+    policy: Annotated[PolicyConfig, Scope.RUN | Scope.WEIGHTS] = field(default_factory=PolicyConfig)
     env: EnvConfig = field(default_factory=EnvConfig)
-    tasks: TasksConfig = field(default_factory=TasksConfig)
+    tasks: Annotated[TasksConfig, Scope.DATA] = field(default_factory=TasksConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
-    reward: RewardConfig = field(default_factory=RewardConfig)
-    engine: EngineConfig = field(default_factory=EngineConfig)
-    actors: ActorsConfig = field(default_factory=ActorsConfig)
+    reward: Annotated[RewardConfig, Scope.RUN] = field(default_factory=RewardConfig)
+    engine: Annotated[EngineConfig, Scope.RUN] = field(default_factory=EngineConfig)
+    actors: Annotated[ActorsConfig, Scope.RUN] = field(default_factory=ActorsConfig)
     buffer: BufferConfig = field(default_factory=BufferConfig)
-    experience: ExperienceConfig = field(default_factory=ExperienceConfig)
-    judge: JudgeConfig = field(default_factory=JudgeConfig)
-    questioning: QuestioningConfig = field(default_factory=QuestioningConfig)
-    reflection: ReflectionConfig = field(default_factory=ReflectionConfig)
-    selection: SelectionConfig = field(default_factory=SelectionConfig)
-    advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
-    critic: CriticConfig = field(default_factory=CriticConfig)
-    correction: CorrectionConfig = field(default_factory=CorrectionConfig)
-    loss: LossConfig = field(default_factory=LossConfig)
-    learner: LearnerConfig = field(default_factory=LearnerConfig)
-    stages: list[StageConfig] = field(default_factory=lambda: [StageConfig()])
-    eval: EvalConfig = field(default_factory=EvalConfig)
-    weights: WeightsConfig = field(default_factory=WeightsConfig)
-    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    experience: Annotated[ExperienceConfig, Scope.RUN] = field(default_factory=ExperienceConfig)
+    judge: Annotated[JudgeConfig, Scope.RUN] = field(default_factory=JudgeConfig)
+    questioning: Annotated[QuestioningConfig, Scope.RUN] = field(default_factory=QuestioningConfig)
+    reflection: Annotated[ReflectionConfig, Scope.RUN] = field(default_factory=ReflectionConfig)
+    selection: Annotated[SelectionConfig, Scope.LEARNER] = field(default_factory=SelectionConfig)
+    advantage: Annotated[AdvantageConfig, Scope.LEARNER] = field(default_factory=AdvantageConfig)
+    critic: Annotated[CriticConfig, Scope.LEARNER] = field(default_factory=CriticConfig)
+    correction: Annotated[CorrectionConfig, Scope.LEARNER] = field(default_factory=CorrectionConfig)
+    loss: Annotated[LossConfig, Scope.LEARNER] = field(default_factory=LossConfig)
+    learner: Annotated[LearnerConfig, Scope.LEARNER] = field(default_factory=LearnerConfig)
+    stages: Annotated[list[StageConfig], Scope.RUN] = field(default_factory=lambda: [StageConfig()])
+    eval: Annotated[EvalConfig, Scope.RUN] = field(default_factory=EvalConfig)
+    weights: Annotated[WeightsConfig, Scope.RUN] = field(default_factory=WeightsConfig)
+    checkpoint: Annotated[CheckpointConfig, Scope.RUN] = field(default_factory=CheckpointConfig)
     safety: SafetyConfig = field(default_factory=SafetyConfig)
-    metrics: MetricsConfig = field(default_factory=MetricsConfig)
-    launch: LaunchConfig = field(default_factory=LaunchConfig)
-    security: SecurityConfig = field(default_factory=SecurityConfig)
+    metrics: Annotated[MetricsConfig, Scope.RUN] = field(default_factory=MetricsConfig)
+    launch: Annotated[LaunchConfig, Scope.RUN] = field(default_factory=LaunchConfig)
+    security: Annotated[SecurityConfig, Scope.RUN] = field(default_factory=SecurityConfig)

@@ -6,11 +6,13 @@ from typing import Annotated, Any, Literal
 from evolver_async.config.sections.rollout import Turns
 from evolver_async.config.values.rules import (
     Count,
+    FilePath,
     Fraction,
     Open,
     Positive,
     PositiveFraction,
     Range,
+    Scope,
     Variable,
 )
 from evolver_async.extension import is_own
@@ -64,20 +66,21 @@ class ExperienceConfig:
     vet: bool = False
     # guided trajectories train in the context that they were sampled in (none), without its
     # experience (strip), or in that context while it teaches the one without experience (distill)
-    internalise: Literal["none", "strip", "distill"] = "strip"
+    internalise: Annotated[Literal["none", "strip", "distill"], Scope.LEARNER] = "strip"
     # strip: share of the guided trajectories that lose their experience
-    strip_fraction: PositiveFraction = 1.0
-    distill_coef: Positive = 1.0  # distill: weight of the KL from the guided context
+    strip_fraction: Annotated[PositiveFraction, Scope.LEARNER] = 1.0
+    # distill: weight of the KL from the guided context
+    distill_coef: Annotated[Positive, Scope.LEARNER] = 1.0
     # strip: advantages are multiplied by exp(-this * reliance), the log-prob per token that the
     # experience was worth; 0: no weights
-    reliance_coef: float = 0.0
+    reliance_coef: Annotated[float, Scope.LEARNER] = 0.0
     # a guided trajectory keeps its context if an action copies so many consecutive characters that
     # only the experience holds; 0: none does
-    keep_copied: int = 0
+    keep_copied: Annotated[int, Scope.LEARNER] = 0
     # hash (n-grams), endpoint (that of experience.embedding), a sentence-transformers directory, or
     # package.module:function of a list of texts that returns one vector a text; also for
     # questioning's filter
-    embedder: str = "hash"
+    embedder: Annotated[str, FilePath(but=("hash", "endpoint"), own=True)] = "hash"
     dimensions: Annotated[int, Range(ge=8)] = 256  # hash: of a vector
     top_k: Count = 5  # entries that guide an episode
     similarity: Fraction = 0.5  # least cosine between an entry's when_to_use and the task
@@ -154,7 +157,7 @@ class QuestioningConfig:
     kind: Literal["none", "goals", "llm"] = "none"
     # llm: a JSON file that describes the environment, or auto, with which the model describes it by
     # what an agent is shown first; "" its own instructions
-    profile: str = ""
+    profile: Annotated[str, FilePath(but=(SUMMARISED,))] = ""
     obeys_profile: bool = False  # llm: keep only tasks that obey the profile, as the model finds
     every: Count = 8  # rollout groups per group of exploration
     groups: Count = 4  # exploration groups at a time

@@ -3,7 +3,16 @@
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from evolver_async.config.values.rules import Count, Fraction, Open, Pattern, Positive, Range
+from evolver_async.config.values.rules import (
+    Count,
+    FilePath,
+    Fraction,
+    Open,
+    Pattern,
+    Positive,
+    Range,
+    Scope,
+)
 
 
 @dataclass
@@ -13,6 +22,9 @@ class PartConfig:
     env: str = ""  # a registered name or an import path
     params: dict[str, Any] = field(default_factory=dict)  # of its constructor
     weight: Positive = 1.0  # its share of the tasks, relative to the sum of all weights
+
+
+RowsPath = Annotated[str, FilePath(hub=True)]
 
 
 @dataclass
@@ -26,13 +38,13 @@ class TasksConfig:
     synthetic: Fraction = 0.0  # share of new groups that get a task from questioning
     # rows instead of numbered tasks: JSONL, Parquet (a file or a directory of them), what
     # `save_to_disk` of `datasets` wrote, or the id of a data set of the Hugging Face hub
-    path: str = ""
+    path: RowsPath = ""
     # the column with the prompt, text or messages; without it rows are tasks of the environment
     prompt: str = ""
     answer: str = ""  # the column with a prompt's reference; "": `answer`, if there is one
     split: str = ""  # the column with the split; "": a hash of the prompt decides
-    validation: str = ""  # rows of the validation split, as path; path has the others
-    test: str = ""  # the same for the test split
+    validation: RowsPath = ""  # rows of the validation split, as path; path has the others
+    test: RowsPath = ""  # the same for the test split
     download: bool = False  # path may be downloaded from the hub; a run keeps its own copy
     revision: str = ""  # of the hub's data set; a run records the commit
     subset: str = ""  # the hub's data set has several configurations: the name of one
@@ -48,7 +60,7 @@ class BufferConfig:
 
     # S: versions between sampling and training; an older group is never trained
     max_staleness: int = 4
-    reuse: Count = 1  # number of times that a group is trained
+    reuse: Annotated[Count, Scope.REPLAY] = 1  # number of times that a group is trained
     # prioritized: by the group's reward spread
     sampler: Annotated[str, Open("fifo", "freshest", "prioritized")] = "fifo"
     params: dict[str, Any] = field(default_factory=dict)  # of a sampler of one's own
@@ -57,18 +69,22 @@ class BufferConfig:
     max_ready: Annotated[float, Range(ge=0)] = 0.0
     # groups that grow too old: evict drops them, wait holds the learner for them
     straggler: Literal["evict", "wait"] = "evict"
-    lease_s: Positive = 30.0  # a ticket is reissued after this time without renewal
-    stall_s: Positive = 120.0  # a ticket is not renewed after this time without progress
+    # a ticket is reissued after this time without renewal
+    lease_s: Annotated[Positive, Scope.RUN] = 30.0
+    # a ticket is not renewed after this time without progress
+    stall_s: Annotated[Positive, Scope.RUN] = 120.0
     # a process without progress for this time is named in log, status and metrics
-    warn_s: Positive = 30.0
+    warn_s: Annotated[Positive, Scope.RUN] = 30.0
     demo_groups: Count = 128  # bound on outstanding demonstration groups
     # memory for groups; when it is full, grants stop while a full batch is ready
-    limit_bytes: Annotated[int, Range(ge=1 << 20)] = 2 << 30
+    limit_bytes: Annotated[int, Range(ge=1 << 20), Scope.RUN] = 2 << 30
     # journal size at which grants stop
-    disk_limit_bytes: Annotated[int, Range(ge=1 << 20)] = 20 << 30
-    segment_bytes: Annotated[int, Range(ge=1 << 16)] = 64 << 20  # size of a journal segment
+    disk_limit_bytes: Annotated[int, Range(ge=1 << 20), Scope.RUN] = 20 << 30
+    # size of a journal segment
+    segment_bytes: Annotated[int, Range(ge=1 << 16), Scope.RUN] = 64 << 20
     # old segments that stay in journal/archive: none, all, or at most this many bytes
-    archive: Archive = "none"
+    archive: Annotated[Archive, Scope.RUN] = "none"
     # failed tickets of a task, without a complete group between them, before it is quarantined
     max_attempts: Count = 2
-    address: str = ""  # ipc:// or tcp:// address; "" makes an ipc socket in a private directory
+    # ipc:// or tcp:// address; "" makes an ipc socket in a private directory
+    address: Annotated[str, Scope.RUN] = ""

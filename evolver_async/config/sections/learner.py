@@ -22,9 +22,11 @@ from evolver_async.config.values.rules import (
     PositiveFraction,
     PositiveOrInfinite,
     Range,
+    Scope,
 )
 from evolver_async.extension import is_own
 
+OF_RUN = Scope.RUN | Scope.LEARNER  # all stages share the key, which the learner alone reads
 LEFT_OPEN = -1.0  # value of a bound that correction.kind determines
 
 
@@ -47,7 +49,7 @@ class SelectionConfig:
     # factor on advantages: none, the share of groups kept, or its square root
     scale: Literal["none", "linear", "sqrt"] = "none"
     # refills of a step without any spread after which the run ends
-    max_refills: Count = 10
+    max_refills: Annotated[Count, Scope.STAGE] = 10
     max_empty: Count = 5  # consecutive empty steps after which the run ends
     params: dict[str, Any] = field(default_factory=dict)  # of a function of one's own
 
@@ -96,7 +98,8 @@ class AdvantageConfig:
 class CriticConfig:
     """The value function of the kinds of advantage that read one; absent for others."""
 
-    kind: Literal["shared", "separate"] = "shared"  # a head on the policy, or a separate model
+    # a head on the policy, or a separate model
+    kind: Annotated[Literal["shared", "separate"], OF_RUN | Scope.WEIGHTS] = "shared"
     lr: Positive = 1e-3  # of the critic's own weights; constant
     clip: PositiveOrInfinite = 0.2  # largest change of a value in one step
     coef: Positive = 0.5  # weight of the value loss
@@ -201,16 +204,17 @@ def by_kind(
 class LearnerConfig:
     """The training loop."""
 
-    groups_per_step: Count = 32  # B: groups of one step
+    groups_per_step: Annotated[Count, Scope.STAGE] = 32  # B: groups of one step
     minibatches: Count = 4  # optimizer updates of one step
-    token_budget: int = (
-        16384  # tokens of a pass, with padding, shared ones once; 0: what a GPU holds
-    )
-    packing: bool = True  # rows one behind the other in a single one, instead of padded
+    # tokens of a pass, with padding, shared ones once; 0: what a GPU holds
+    token_budget: int = 16384
+    # rows one behind the other in a single one, instead of padded
+    packing: Annotated[bool, OF_RUN] = True
     # what packed rows share at their beginnings is computed once: auto where it can be (float32 on
     # a CPU, no sliding window); always refuses a model or device where it cannot
-    prefix_trees: Literal["auto", "always", "never"] = "auto"
-    gradient_checkpointing: bool = False  # recompute layers in the backward pass, for less memory
+    prefix_trees: Annotated[Literal["auto", "always", "never"], OF_RUN] = "auto"
+    # recompute layers in the backward pass, for less memory
+    gradient_checkpointing: Annotated[bool, OF_RUN] = False
     logprob_chunk: Count = 4096  # most tokens of one chunk of the vocabulary projection
     lr: float = 5e-4
     warmup_steps: int = 5  # learner steps
@@ -218,15 +222,20 @@ class LearnerConfig:
     # share of the stage's steps before the decay begins
     decay_start: Annotated[float, Range(lt=1)] = 0.0
     lr_final: Fraction = 0.1  # share of lr at the end of the stage
-    betas: list[Annotated[float, Range(lt=1)]] = field(default_factory=lambda: [0.9, 0.99])
-    eps: Positive = 1e-8  # of Adam; a larger one limits the drift of tokens that are never sampled
-    weight_decay: float = 0.0
+    betas: Annotated[list[Annotated[float, Range(lt=1)]], OF_RUN] = field(
+        default_factory=lambda: [0.9, 0.99]
+    )
+    # of Adam; a larger one limits the drift of tokens that are never sampled
+    eps: Annotated[Positive, OF_RUN] = 1e-8
+    weight_decay: Annotated[float, OF_RUN] = 0.0
     grad_clip: PositiveOrInfinite = 0.5
-    max_bad_steps: Count = 3  # consecutive non-finite steps before the run ends
-    device: Device = "auto"
-    threads: Count = 1
-    ranks: Count = 1  # processes that share one learner: weights, optimizer and micro-batches
-    deadline_s: Positive = 600.0  # of a common operation of the ranks; then the learner restarts
+    max_bad_steps: Annotated[Count, OF_RUN] = 3  # consecutive non-finite steps before the run ends
+    device: Annotated[Device, OF_RUN] = "auto"
+    threads: Annotated[Count, OF_RUN] = 1
+    # processes that share one learner: weights, optimizer and micro-batches
+    ranks: Annotated[Count, Scope.RUN] = 1
+    # of a common operation of the ranks; then the learner restarts
+    deadline_s: Annotated[Positive, Scope.RUN] = 600.0
 
 
 def lr_at(step: int, settings: LearnerConfig, *, steps: int) -> float:
@@ -263,8 +272,7 @@ class SafetyConfig:
     action: Literal["warn", "checkpoint", "pause", "rollback"] = "warn"
     rollbacks: Count = 3  # of a stage; one more alarm ends the run
     rollback_lr: PositiveFraction = 0.5  # factor on learner.lr at every rollback
-    # keys of selection, advantage, correction, loss and learner, from the first rollback to the
-    # end of the stage
+    # keys with the scopes stage and learner, from the first rollback to the end of the stage
     rollback: dict[str, Any] = field(default_factory=dict)
     # with policy.path: largest multiple of the rate for such a model (docs/configuration.md) that
     # learner.lr may be, ten times as much in supervised stages; more is refused

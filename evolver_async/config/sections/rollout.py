@@ -12,6 +12,7 @@ from evolver_async.config.values.rules import (
     Positive,
     PositiveFraction,
     Range,
+    Scope,
     Signed,
     Variable,
 )
@@ -54,8 +55,9 @@ class ToolsConfig:
 class EnvConfig:
     """The environment: a registered name or an import path (`my_package.my_env:MyEnv`)."""
 
-    name: str = "frozen_lake"
-    params: dict[str, Any] = field(default_factory=dict)  # the environment's own parameters
+    name: Annotated[str, Scope.REPLAY] = "frozen_lake"
+    # the environment's own parameters
+    params: Annotated[dict[str, Any], Scope.REPLAY] = field(default_factory=dict)
     # wording of instructions; auto: plain for a tokenizer of normal size, else tiny
     prompt: Literal["auto", "tiny", "plain"] = "auto"
     latency: LatencyConfig = field(default_factory=LatencyConfig)
@@ -63,7 +65,8 @@ class EnvConfig:
     # where its calls are made: on the actor's event loop, each episode's in a thread of its own, or
     # in processes; auto: as its class says, else threads for code of your own
     isolation: Literal["auto", "loop", "thread", "process"] = "auto"
-    processes: Count = 2  # of an actor, for environments in processes; episodes beyond share them
+    # of an actor, for environments in processes; episodes beyond share them
+    processes: Annotated[Count, Scope.RUN] = 2
     # a call of the environment that has not returned by then fails its episode, which is played
     # again
     step_timeout_s: Positive = 30.0
@@ -107,7 +110,7 @@ class RolloutConfig:
     think: bool = False  # a turn opens with <think> (tool_call: <reason>)
     # variables of the model's chat template, such as enable_thinking: false, in every prompt; the
     # chat_template_kwargs of an agent's call come before them
-    template: dict[str, Any] = field(default_factory=dict)
+    template: Annotated[dict[str, Any], Scope.RUN] = field(default_factory=dict)
     actions_per_turn: Count = 1
     # context of a turn: all turns, the last turns or the present one alone
     context: Literal["full", "window", "single"] = "full"
@@ -117,25 +120,25 @@ class RolloutConfig:
     # end, and how much is left out between them; 0: no limit
     max_observation_tokens: Annotated[int, Range(ge=64, also=0)] = 0
     # training needs the log-probs of the sampled tokens, so it cannot be 0
-    temperature: Positive = 1.0
+    temperature: Annotated[Positive, Scope.DATA] = 1.0
     # added to the reward for every turn that cannot be parsed or has an action that does not exist
     format_penalty: Signed = -0.1
     truncated_reward: Signed = 0.0  # added unless the environment terminates the episode
     guided_fraction: Fraction = 0.5  # share of a group's members that experience guides
     # rollout groups with guided members: all (fixed), a repeat of each group that failed throughout
     # (failed), or all while the guided members gain and one in ten otherwise (adaptive)
-    guided: Literal["fixed", "failed", "adaptive"] = "fixed"
+    guided: Annotated[Literal["fixed", "failed", "adaptive"], Scope.REPLAY] = "fixed"
     format_errors: int = 0  # turns that cannot be parsed after which an episode ends; 0: never
     system_prompt: str = ""  # how to reply, after the task's instructions; "": the format's text
     # import path of an async function that plays whole episodes; external: agents elsewhere start
     # and finish them by HTTP
-    agent: str = ""
+    agent: Annotated[str, Scope.RUN] = ""
     # reward of the agent's episodes: its return value, or the verdict of judge.llm
-    agent_reward: Literal["returned", "judged"] = "returned"
+    agent_reward: Annotated[Literal["returned", "judged"], Scope.RUN] = "returned"
     # names of the players of an agent's episodes, which share the policy: a call names its player
     # as its `model`, and each has turns, a reward and a baseline of its own; []: there is one
     players: list[PlayerName] = field(default_factory=list)
-    endpoint: EndpointConfig = field(default_factory=EndpointConfig)
+    endpoint: Annotated[EndpointConfig, Scope.RUN] = field(default_factory=EndpointConfig)
 
 
 @dataclass

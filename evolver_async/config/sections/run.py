@@ -5,11 +5,13 @@ from typing import Annotated, Any, Literal
 
 from evolver_async.config.values.rules import (
     Count,
+    FilePath,
     Fraction,
     ImportPath,
     Pattern,
     Positive,
     Range,
+    Scope,
 )
 from evolver_async.splits import Split
 
@@ -46,16 +48,16 @@ class PolicyConfig:
 
     # a Hugging Face causal-LM directory, a .gguf file, which the run converts into one, or the id
     # of a hub (`organisation/name`); "" makes the `tiny` preset in the run directory
-    path: str = ""
-    download: bool = False  # id of a hub: download what the local cache lacks
+    path: Annotated[str, FilePath(hub=True), Scope.RUN] = ""
+    download: Annotated[bool, Scope.RUN] = False  # id of a hub: download what the local cache lacks
     # id of a hub: branch, tag or commit, "" for its main branch; a run keeps the commit
-    revision: str = ""
+    revision: Annotated[str, Scope.RUN] = ""
     hidden_size: Count = 64  # tiny preset only, as are the next three
     layers: Count = 2
     heads: Count = 4
     intermediate_size: Count = 192
     # tokens of context: prompt, actions and observations together
-    max_length: Annotated[int, Range(ge=2)] = 1024
+    max_length: Annotated[int, Range(ge=2), Scope.STAGE] = 1024
     # bfloat16 rounds, on a GPU, all weights and activations, on a CPU the inputs and weights of the
     # layers' linear maps alone. auto: for a pretrained model bfloat16 on GPUs, and on a CPU that is
     # 1.5 times as fast with it; else float32. The run's config.yaml says which was chosen
@@ -72,7 +74,9 @@ class PolicyConfig:
 class StageConfig:
     """One stretch of training. It ends at the first of its limits (0 = no such limit)."""
 
-    kind: Literal["sft", "world_model", "reflect", "dpo", "rl"] = "rl"
+    kind: Annotated[
+        Literal["sft", "world_model", "reflect", "dpo", "rl"], Scope.RUN | Scope.REPLAY
+    ] = "rl"
     steps: int = 0  # learner steps
     tokens: int = 0  # trained ACTION tokens
     hours: float = 0.0
@@ -81,9 +85,10 @@ class StageConfig:
     expert_fraction: Fraction = 1.0
     # world_model, reflect: actions that are tried beside the expert's in each state
     alternatives: Count = 3
-    reset_optimizer: bool = False  # start the stage with a fresh optimizer
+    # start the stage with a fresh optimizer
+    reset_optimizer: Annotated[bool, Scope.RUN | Scope.LEARNER] = False
     # start the stage with the current policy as the KL reference
-    refresh_reference: bool = False
+    refresh_reference: Annotated[bool, Scope.RUN | Scope.LEARNER] = False
     # keys of other sections, for this stage only; keys of the whole run are refused
     override: dict[str, Any] = field(default_factory=dict)
 

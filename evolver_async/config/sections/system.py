@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from evolver_async.config.values.rules import Pattern, Positive, Range
+from evolver_async.config.values.rules import FilePath, Pattern, Positive, Range
 
 
 @dataclass
@@ -14,7 +14,7 @@ class WeightsConfig:
     # engines on one GPU; auto: collective if weights.address is set, cuda_ipc if launch.gpus names
     # one GPU for all and the engine is torch, else shm
     kind: Literal["auto", "shm", "collective", "cuda_ipc"] = "auto"
-    dir: str = "/dev/shm"  # parent of the channel's private directory
+    dir: Annotated[str, FilePath()] = "/dev/shm"  # parent of the channel's private directory
     address: str = ""  # collective: tcp://host:port of the learner; "" serves this host alone
     trusted_network: bool = False  # allows an address of other hosts; nothing is encrypted there
     deadline_s: Positive = 30.0  # collective: an actor without progress for this time is left out
@@ -82,4 +82,5 @@ class LaunchConfig:
 class SecurityConfig:
     """Access to the buffer. Without keys its address must belong to this host."""
 
-    keys: str = ""  # a directory made by `evolver-async keys`, which encrypts every socket
+    # a directory made by `evolver-async keys`, which encrypts every socket
+    keys: Annotated[str, FilePath()] = ""

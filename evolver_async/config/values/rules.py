@@ -1,21 +1,49 @@
 """Rules that a field's annotation carries, and the check of a section's values by them.
 
-The choices of a field are its `Literal`; a range or a pattern is the metadata of its `Annotated`.
+The choices of a field are its `Literal`; a range or a pattern is the metadata of its `Annotated`,
+and so are its scope, if it differs from that of the section, and the mark of a path.
 """
 
 import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, is_dataclass
+from enum import Flag, auto
 from functools import cache
-from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import msgspec
 
 from evolver_async.config.values.config_error import ConfigError
 
+T = TypeVar("T")
 PLAIN_BYTES = 32_768  # of free parameters: those of a task travel in the head of a message
 PLAIN_DEPTH = 16  # of maps and lists in them: a message has some around them
+
+
+class Scope(Flag):
+    """Changes that a key permits. A key of a stage can differ between stages."""
+
+    STAGE = 0
+    RUN = auto()  # all stages share it: no override of a stage can change it
+    # the learner alone reads it: a rerun can change it, and so can a rollback if it is no RUN
+    LEARNER = auto()
+    WEIGHTS = auto()  # weights have their shape or scale by it: fixed once there is a checkpoint
+    DATA = auto()  # the data in the journal was made by it: fixed on resume
+    REPLAY = auto()  # the buffer replays the journal by it: fixed once the stage has begun
+
+    def __str__(self) -> str:
+        first = "run" if Scope.RUN in self else "stage"
+        return ", ".join([first, *(str(one.name).lower() for one in self & ~Scope.RUN)])
+
+
+@dataclass(frozen=True)
+class FilePath:
+    """A path, which a run makes absolute to read it again from another working directory."""
+
+    but: tuple[str, ...] = ()  # texts that are no path
+    hub: bool = False  # the id of a hub is no path; a run can have a copy of the content
+    own: bool = False  # an import path is no path
 
 
 @dataclass(frozen=True)
@@ -62,35 +90,32 @@ class Pattern:
         return self.words
 
 
-@dataclass(frozen=True)
 class OneOf:
     """The values of a `Literal`."""
-
-    values: tuple[str, ...]
-
-    def allows(self, value: str) -> bool:
-        """True if the field may have this value."""
-        return value in self.values
-
-    def __str__(self) -> str:
-        return f"one of {', '.join(self.values)}"
-
-
-IMPORT_PATH = r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*"
-
-
-class Open:
-    """The names of the built-in implementations, or the import path of one's own."""
 
     def __init__(self, *names: str) -> None:
         self.names = names
 
     def allows(self, value: str) -> bool:
         """True if the field may have this value."""
-        return value in self.names or re.fullmatch(IMPORT_PATH, value) is not None
+        return value in self.names
 
     def __str__(self) -> str:
-        return f"one of {', '.join(self.names)}, or package.module:function"
+        return f"one of {', '.join(self.names)}"
+
+
+IMPORT_PATH = r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*"
+
+
+class Open(OneOf):
+    """The names of the built-in implementations, or the import path of one's own."""
+
+    def allows(self, value: str) -> bool:
+        """True if the field may have this value."""
+        return super().allows(value) or re.fullmatch(IMPORT_PATH, value) is not None
+
+    def __str__(self) -> str:
+        return f"{super().__str__()}, or package.module:function"
 
 
 ImportPath = Annotated[str, Pattern(IMPORT_PATH, "package.module:function")]
@@ -111,26 +136,37 @@ def annotations(kind: type) -> dict[str, Any]:
     return get_type_hints(kind, include_extras=True)
 
 
-def rule(annotation: Any) -> Range | Pattern | OneOf | Open | None:
+def unwrapped(annotation: Any) -> Any:
+    """Return the type of an annotation without its metadata."""
+    return get_args(annotation)[0] if get_origin(annotation) is Annotated else annotation
+
+
+def mark(annotation: Any, kind: type[T] | tuple[type[T], ...]) -> T | None:
+    """Return the metadata of this kind that an annotation carries. None if there is none."""
+    found = (one for one in getattr(annotation, "__metadata__", ()) if isinstance(one, kind))
+    return next(found, None)
+
+
+def rule(annotation: Any) -> Range | Pattern | OneOf | None:
     """Return the rule of an annotation. None if every value of its type is allowed."""
-    origin, arguments = get_origin(annotation), get_args(annotation)
-    if origin is Annotated:
-        return arguments[1]
-    if origin is Literal:
-        return OneOf(arguments)
-    return Range() if annotation in (int, float) else None
+    kind = unwrapped(annotation)
+    if get_origin(kind) is Literal:
+        return OneOf(*get_args(kind))
+    return mark(annotation, (Range, Pattern, Open)) or (Range() if kind in (int, float) else None)
 
 
 def item_kind(annotation: Any) -> Any:
     """Return the type of the items of a list or of a mapping. None for another annotation."""
-    return get_args(annotation)[-1] if get_origin(annotation) in (list, dict) else None
+    kind = unwrapped(annotation)
+    return get_args(kind)[-1] if get_origin(kind) in (list, dict) else None
 
 
 def keys(kind: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield every key of a dataclass and of the sections in it, with its annotation."""
     for name, annotation in annotations(kind).items():
-        if isinstance(annotation, type) and is_dataclass(annotation):
-            yield from keys(annotation, f"{prefix}{name}.")
+        section = unwrapped(annotation)
+        if isinstance(section, type) and is_dataclass(section):
+            yield from keys(section, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", annotation
 
@@ -146,9 +182,8 @@ def check_value(key: str, value: Any, annotation: Any) -> None:
     if is_dataclass(value):
         check_fields(value, f"{key}.")
     elif isinstance(value, list):
-        (item,) = get_args(annotation)
         for index, part in enumerate(value):
-            check_value(f"{key}[{index}]", part, item)
+            check_value(f"{key}[{index}]", part, item_kind(annotation))
     elif is_dataclass(item_kind(annotation)):
         for name, part in value.items():
             check_fields(part, f"{key}.{name}.")

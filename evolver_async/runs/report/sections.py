@@ -1,14 +1,14 @@
 """Sections of the page: their figures, tables and sentences, in reading order."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
 from evolver_async.config import Config
 from evolver_async.config.load import to_dict
+from evolver_async.config.rerun_changes import changed_values
 from evolver_async.config.secrets import without_secrets
 from evolver_async.metrics.activity import LEARNER
 from evolver_async.runs.chosen_curves import (
@@ -282,7 +282,8 @@ def _replies(run: RunResults) -> list[PageSection]:
 
 def _configuration(config: Config) -> PageSection:
     """Return every key of the run that is not at its default, then all keys, without secrets."""
-    chosen, usual = (dict(_leaves(without_secrets(to_dict(one)))) for one in (config, Config()))
+    trees = (without_secrets(to_dict(one)) for one in (config, Config()))
+    chosen, usual = (dict(changed_values({}, tree)) for tree in trees)
     rows = [[name, text_of(one), text_of(usual.get(name, ""))] for name, one in chosen.items()]
     changed = [row for row in rows if row[1] != row[2]]
     head = ["key", "value", "default"]
@@ -290,15 +291,6 @@ def _configuration(config: Config) -> PageSection:
     section.sentences.append(f"{len(changed)} of {len(rows)} keys are not at their defaults.")
     section.tables += [Table("Keys of this run", head, changed), Table("All keys", head, rows)]
     return section
-
-
-def _leaves(tree: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield keys and values of nested sections; a list is one value."""
-    for name, value in tree.items():
-        if isinstance(value, Mapping) and value:
-            yield from _leaves(value, f"{above}{name}.")
-        else:
-            yield f"{above}{name}", value
 
 
 def _faults(run: RunResults, board: CurveBoard) -> PageSection:

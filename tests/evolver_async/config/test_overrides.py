@@ -98,8 +98,7 @@ def test_a_stage_cannot_override_what_the_whole_run_shares(key: str) -> None:
     default = getattr(getattr(Config(), section), name)
     override = f"{{{section}: {{{name}: {default!r}}}}}"
     said = refusal(f"stages.0.override={override}")
-    assert said.startswith(f"stages[0].override.{section}")
-    assert said.endswith("belongs to the whole run, not to one stage")
+    assert said.startswith(f"stages[0].override.{key}: belongs to the whole run")
 
 
 def test_a_stage_overrides_what_the_buffer_reads_anew_in_every_stage() -> None:
@@ -117,9 +116,14 @@ ROLLBACK = "safety.action=rollback"
 
 
 def test_a_rollback_changes_the_stage_and_lowers_its_learning_rate_every_time() -> None:
-    change = "safety.rollback={selection: {kind: spread}, learner: {lr: 4e-4}}"
-    config = load(None, [STEPS, ROLLBACK, change, "stages.0.override={loss: {kl_coef: 0.1}}"])
+    kept = "experience: {keep_copied: 9}, critic: {warmup: 2}"  # keys that the learner alone reads
+    change = f"safety.rollback={{selection: {{kind: spread}}, learner: {{lr: 4e-4}}, {kept}}}"
+    used = ["experience.kind=contrast", "advantage.kind=gae"]
+    override = "stages.0.override={loss: {kl_coef: 0.1}}"
+    config = load(None, [STEPS, ROLLBACK, change, *used, override])
     stages = [stage_config(config, 0, rollbacks) for rollbacks in range(3)]
     assert [stage.selection.kind for stage in stages] == ["all", "spread", "spread"]
     assert [stage.learner.lr for stage in stages] == pytest.approx([5e-4, 2e-4, 1e-4])
+    assert [stage.experience.keep_copied for stage in stages] == [0, 9, 9]
+    assert [stage.critic.warmup for stage in stages] == [0, 2, 2]
     assert {stage.loss.kl_coef for stage in stages} == {0.1}

@@ -7,10 +7,12 @@ from evolver_async.config.reference import BEGIN, END, reference, rewrite
 
 def test_the_reference_names_every_key_with_default_and_comment() -> None:
     text = reference()
-    assert "| `learner.lr` | `0.0005` | at least 0 |" in text
-    assert "| `env.latency.sigma` | `1.0` | at least 0 | of the logarithm |" in text
-    assert '| `policy.path` | `""` |  | a Hugging Face causal-LM directory' in text
-    assert "| `loss.kl_place` | `loss` | loss, reward | k1 only as reward |" in text
+    assert "| `learner.lr` | `0.0005` | at least 0 | stage, learner |" in text
+    assert "| `env.latency.sigma` | `1.0` | at least 0 | stage | of the logarithm |" in text
+    assert '| `policy.path` | `""` |  | run | a Hugging Face causal-LM directory' in text
+    assert (
+        "| `loss.kl_place` | `loss` | loss, reward | stage, learner | k1 only as reward |" in text
+    )
     assert "`stages[i].until_success`" in text
     assert "`tasks.mixture[i].weight`" in text
 

@@ -14,7 +14,7 @@ from evolver_async.config import (
     LearnerConfig,
     StageConfig,
 )
-from evolver_async.config.checks import check
+from evolver_async.config.load import check_run
 from evolver_async.launch.child import LocalSpawner
 from evolver_async.launch.supervisor import Supervisor
 from evolver_async.launch.visible_gpus import (
@@ -91,19 +91,19 @@ def test_numbers_of_names():
 )
 def test_gpus_that_cannot_be_are_named(change, message):
     with pytest.raises(ConfigError, match=message):
-        check(node(**({"actors": [], "learner": []} | change)))
+        check_run(node(**({"actors": [], "learner": []} | change)))
 
 
 def test_two_actors_may_share_a_gpu_and_a_role_on_the_cpu_may_not_have_one():
-    check(node(actors=[0, 0], learner=[0]))
+    check_run(node(actors=[0, 0], learner=[0]))
     config = node(actors=[0], learner=[])
     config.engine.device = "cpu"
     with pytest.raises(ConfigError, match=r"engine\.device: must be cuda where launch\.gpus"):
-        check(config)
+        check_run(config)
     config = node(actors=[], learner=[0])
     config.launch.kind = "serial"
     with pytest.raises(ConfigError, match=r"launch\.gpus\.learner: launch\.kind=serial"):
-        check(config)
+        check_run(config)
 
 
 @pytest.mark.process

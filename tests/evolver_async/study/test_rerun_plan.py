@@ -7,7 +7,7 @@ import pytest
 from reported_runs import SEGMENT_BYTES, MadeRun
 
 from evolver_async.config import Config, ConfigError
-from evolver_async.config.rerun_changes import changed_keys
+from evolver_async.config.rerun_changes import changed_keys, refuse_data_changes
 from evolver_async.runs.results.loaded_run import load_run
 from evolver_async.runs.watch.live import EXACT, exact_values
 from evolver_async.study.rerun import make_directory, plan
@@ -84,3 +84,15 @@ def test_changed_keys_are_named_in_full() -> None:
         "env.params.size": 9,
         "stages.0.override.loss.boost": 0.1,
     }
+    assert changed_keys(after, Config()).keys() == changed_keys(Config(), after).keys()
+
+
+@pytest.mark.parametrize(
+    "key", ["learner.groups_per_step", "learner.ranks", "selection.max_refills", "buffer.reuse"]
+)
+def test_a_rerun_drops_no_override_that_the_data_depends_on(key: str) -> None:
+    section, name = key.split(".")
+    before = Config()
+    before.stages[0].override = {section: {name: 7}}
+    with pytest.raises(ConfigError, match=rf"^stages\.0\.override\.{section}\.{name}: cannot"):
+        refuse_data_changes(before, Config())

@@ -20,7 +20,7 @@ from parallel_world import SAVED, STEPS, Trained, be_rank, make_policies, read, 
 
 from evolver_async.checkpoint import shards
 from evolver_async.config import Config, ConfigError, StageConfig
-from evolver_async.config.checks import check
+from evolver_async.config.load import check_run
 from evolver_async.metrics.alerts import ALERTS
 from evolver_async.metrics.tail import Tail
 from evolver_async.process.setup import RoleArgs
@@ -249,10 +249,10 @@ def test_a_missing_shard_is_an_error_that_names_it(tmp_path):
 def test_what_several_ranks_cannot_do_is_refused_by_its_key(key, change):
     settings = Config(stages=[StageConfig(kind="rl", steps=9)])
     settings.learner.ranks = 2
-    check(settings)
+    check_run(settings)
     change(settings)
     with pytest.raises(ConfigError, match=f"^{key}"):
-        check(settings)
+        check_run(settings)
 
 
 def leave_at_once(rank: int, directory: Path) -> None:

@@ -6,7 +6,7 @@ import pytest
 from refusals import refusal
 
 from evolver_async.config import Config, ConfigError, StageConfig
-from evolver_async.config.checks import check
+from evolver_async.config.load import check_run
 from evolver_async.config.values.rules import OneOf, Range, check_fields, keys, rule
 
 RULES = {key: allowed for key, annotation in keys(Config) if (allowed := rule(annotation))}
@@ -41,4 +41,4 @@ def test_a_range_allows_what_it_says(numbers, allowed, refused, words) -> None:
 
 
 def test_the_defaults_are_allowed() -> None:
-    check(Config(stages=[StageConfig(steps=1)]))
+    check_run(Config(stages=[StageConfig(steps=1)]))
