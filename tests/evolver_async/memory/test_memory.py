@@ -11,7 +11,7 @@ from evolver_async.config import Config, ConfigError
 from evolver_async.config.load import load
 from evolver_async.config.shape import DecoderShape, shape_of
 from evolver_async.doctor.probes.recipe import model
-from evolver_async.memory import host_memory, passes
+from evolver_async.memory import host_memory
 from evolver_async.memory.host_memory import (
     _left,
     _memory_groups,
@@ -22,6 +22,7 @@ from evolver_async.memory.host_memory import (
 )
 from evolver_async.memory.plan import (
     LOADING,
+    LOGITS,
     MemoryPart,
     MemoryPlan,
     ProcessPlan,
@@ -195,7 +196,7 @@ def test_a_model_that_is_converted_is_whole_in_the_memory_of_each_process_that_l
 
 
 def test_chunks_of_logits_are_as_large_as_those_of_the_model() -> None:
-    assert passes.LOGITS == {False: policy.LOGITS, True: policy.GPU_LOGITS}
+    assert LOGITS == {False: policy.LOGITS, True: policy.GPU_LOGITS}
 
 
 def test_a_short_head_needs_what_sums_its_gradient_if_there_are_several_chunks() -> None:

@@ -5,13 +5,13 @@ from pathlib import Path
 import pytest
 
 from evolver_async.config import ConfigError
+from evolver_async.config.arguments import flow
 from evolver_async.metrics.families import EVAL_METRICS
 from evolver_async.study import definition as definitions
 from evolver_async.study.cells import cells_of, cold_stages, configs_of, short_names
 from evolver_async.study.definition import (
     Definition,
     Threshold,
-    flow,
     parse_seeds,
     parse_threshold,
     split_values,
