@@ -204,7 +204,7 @@ def kill_after(learner: Learner, owner: object, name: str, take: int) -> None:
 
 PHASES: dict[str, Callable[[Learner], None]] = {
     "after sample": lambda one: kill_after(one, one, "sample", KILLED_AT),
-    "after train": lambda one: kill_after(one, one.updater, "rl", KILLED_AT),
+    "after train": lambda one: kill_after(one, one.updater, "step", KILLED_AT),
     "after publish": lambda one: kill_after(one, one, "publish", KILLED_AT + 1),
     "after done": lambda one: kill_after(one, one, "report", KILLED_AT + 1),
     "after the row": lambda one: kill_after(one, one.rows, "write", KILLED_AT + 1),

@@ -119,7 +119,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Ahead]]:
 
 DEATHS = {  # where in a take a learner dies, and by how much its state is further then
     "sample": 0,
-    "updater.rl": 0,
+    "updater.step": 0,
     "report": 1,
     "rows.write": 1,
 }

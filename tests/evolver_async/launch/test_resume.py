@@ -100,13 +100,13 @@ def test_told_to_end_and_resumed_gives_bitwise_the_same(
     run = start()
 
     def end_after_take(learner: Learner) -> None:
-        train = learner.updater.rl
+        train = learner.updater.step
 
         def last(*arguments: Any) -> Any:
             learner.requests.stopping = learner.state.take == KILLED_AT
             return train(*arguments)
 
-        learner.updater.rl = last
+        learner.updater.step = last
 
     assert run.train(end_after_take) == STOPPED
     assert run.newest()[0]["take"] == KILLED_AT, "what has changed nothing yet is left"
