@@ -275,7 +275,7 @@ def test_20_a_wall_clock_that_jumps_by_an_hour_changes_no_lease_and_no_age(
 
 def test_20_no_decision_reads_the_wall_clock() -> None:
     """It is read for names, logs, the age of a process or directory, and dates in records."""
-    allowed = {"durations.py", "gauges.py", "private_directories.py", "runs.py", "server.py"}
+    allowed = {"durations.py", "gauges.py", "private_directories.py", "runs.py", "http_server.py"}
     found = set()
     for wing in ("evolver_async", "actors", "learner"):
         for path in (ROOT / wing).rglob("*.py"):
