@@ -58,10 +58,11 @@ lint: $(INSTALLED)
 	$(BIN)/basedpyright
 	$(BIN)/python -m pytest tests/lint $(ARGS)
 
-bench: $(INSTALLED)
-	set -e; for script in tests/benchmarks/bench_*.py; do \
-		echo "== $$script"; OMP_NUM_THREADS=1 $(BIN)/python $$script $(ARGS); \
-	done
+bench: $(INSTALLED) $(MODEL)/config.json
+	failed=; for script in tests/benchmarks/bench_*.py; do \
+		echo "== $$script"; OMP_NUM_THREADS=1 $(BIN)/python $$script $(ARGS) \
+			|| failed="$$failed $$script"; \
+	done; test -z "$$failed" || { echo "failed:$$failed"; exit 1; }
 
 recipes: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python tests/benchmarks/recipes.py --out runs/recipes $(ARGS)

@@ -1,6 +1,7 @@
 """Seconds from the start to a run's first data with a million rows, and peak memory.
 
-    OMP_NUM_THREADS=1 python tests/benchmarks/bench_rows.py TOKENIZER [--rows 1000000] [KEY=VALUE …]
+    OMP_NUM_THREADS=1 python tests/benchmarks/bench_rows.py [TOKENIZER] [--rows 1000000] \\
+        [KEY=VALUE …]
 
 Writes the rows as JSON lines, and a model of random weights with the tokenizer and the template of
 the model in TOKENIZER, then runs `evolver-async train own …` on them, without a change but those
@@ -21,6 +22,7 @@ from pathlib import Path
 
 import psutil
 
+MODEL = "models/SmolLM2-135M-Instruct"  # written by `make model`
 ROLES = ("buffer", "learner", "actor", "prepare")
 SAMPLE_S = 0.1
 SIZES = {
@@ -71,7 +73,7 @@ def sample(root: psutil.Process, peaks: dict[str, int], over: threading.Event) -
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
-    parser.add_argument("tokenizer", type=Path)
+    parser.add_argument("tokenizer", type=Path, nargs="?", default=Path(MODEL))
     parser.add_argument("--rows", type=int, default=1_000_000)
     args, changes = parser.parse_known_args()
     with tempfile.TemporaryDirectory(prefix="rows-") as made:

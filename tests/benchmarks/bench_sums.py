@@ -1,6 +1,6 @@
 """Two-digit sums with a real model, beside TRL's GRPOTrainer: seconds until a success held out.
 
-    OMP_NUM_THREADS=1 python tests/benchmarks/bench_sums.py MODEL [--mark .7] [--seeds 0] \\
+    OMP_NUM_THREADS=1 python tests/benchmarks/bench_sums.py [MODEL] [--mark .7] [--seeds 0] \\
         [--limit 1500] [--only ours|trl]
 
 MODEL is the directory that `make model` writes. Both learn `configs/rows/sums.jsonl` with the same
@@ -25,6 +25,7 @@ from trl_time_to import Evaluation, ours, report, rows_of, running
 
 from evolver_async.config.load import dump, load
 
+MODEL = "models/SmolLM2-135M-Instruct"
 RECIPE = ROOT / "configs" / "arithmetic.yaml"
 ROWS = ROOT / "configs" / "rows" / "sums.jsonl"
 HELD_OUT, BATCH, UPDATES = 128, 32, 60
@@ -58,7 +59,7 @@ def train_trl(model: str, directory: Path, mark: float, limit_s: float, seed: in
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("model", help="directory of SmolLM2-135M-Instruct")
+    parser.add_argument("model", nargs="?", default=MODEL)
     parser.add_argument("--mark", type=float, default=0.7)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--limit", type=float, default=1500.0, metavar="SECONDS")
