@@ -12,7 +12,6 @@ from pathlib import Path
 
 import certifi
 import pytest
-from forked import forked_children
 from hypothesis import HealthCheck, settings
 from process_mark import (
     pytest_collection_modifyitems,
@@ -58,9 +57,8 @@ def few_authorities(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
-# the hooks and a fixture
+# the hooks
 __all__ = [
-    "forked_children",
     "pytest_collection_modifyitems",
     "pytest_runtest_call",
     "pytest_runtest_protocol",

@@ -151,7 +151,7 @@ def ask(address: str, keys: Path | None, name: str = "a") -> object:
         assert fair_time() - began < ERROR_S
 
 
-@pytest.mark.parametrize("address", ["ipc://{}/s", "tcp://0.0.0.0:*"])
+@pytest.mark.parametrize("address", ["ipc://{}/s", "tcp://127.0.0.1:*", "tcp://0.0.0.0:*"])
 def test_only_listed_keys_get_in(directory: Path, keys: Path, address: str) -> None:
     make(directory / "other", [])
     with serving(directory, address.format(directory), keys) as at:

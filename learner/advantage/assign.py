@@ -230,8 +230,7 @@ def weighted(
     The answer itself is weighted: what the policy could nearly have written without experience
     trains the more. `coef` > 0 needs the log-probs of the contexts that it was sampled in.
     """
-    reliance_P = reliance(batch, logprobs)
-    if not coef or reliance_P is None:
+    if not coef or (reliance_P := reliance(batch, logprobs)) is None:
         return advantages
     weight_N = np.exp(-coef * reliance_P)[batch.trajectory_N].astype(np.float32)
     return replace(advantages, advantage_N=advantages.advantage_N * weight_N)

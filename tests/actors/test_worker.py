@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from forked import COMMAND
-from launches import DEADLINE_S
+from launches import COMMAND, DEADLINE_S
 from msgspec.structs import replace
 from openai_server import closed_url
 from rollouts import Corridor, Hanging, corridor
@@ -514,7 +513,6 @@ def test_an_environment_that_never_returns_gives_its_ticket_back(
 
 
 @pytest.mark.process
-@pytest.mark.usefixtures("forked_children")
 def test_a_second_actor_of_a_name_is_told_who_holds_it_and_ends(tmp_path: Path) -> None:
     """Its connection leaves that of the first alone; who has gone holds its name no longer."""
     sockets, stop = Path(tempfile.mkdtemp()), threading.Event()

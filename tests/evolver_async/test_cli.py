@@ -17,8 +17,7 @@ from typing import IO
 import psutil
 import pytest
 from buffer_world import World
-from forked import COMMAND
-from launches import DEADLINE_S, alive, wait_for
+from launches import COMMAND, DEADLINE_S, alive, wait_for
 from serial_recipe import RECIPE as SERIAL
 
 from evolver_async import cli

@@ -16,7 +16,6 @@ from hypothesis import HealthCheck, settings
 # in the environment, so that the workers of a parallel run share it
 SEED = int(os.environ.get("FAULT_SEED") or random.randrange(1 << 16))
 os.environ["FAULT_SEED"] = str(SEED)
-os.environ["TEST_EXEC"] = "1"  # processes as a user has them, see forked.py
 
 slow = [HealthCheck.too_slow, HealthCheck.data_too_large]
 settings.register_profile(

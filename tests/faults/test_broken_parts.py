@@ -13,8 +13,7 @@ from pathlib import Path
 
 import broken
 import pytest
-from forked import COMMAND
-from launches import DEADLINE_S, wait_for
+from launches import COMMAND, DEADLINE_S, wait_for
 from openai_server import OpenAIServer
 
 from evolver_async.durations import since_1970

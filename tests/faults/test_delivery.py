@@ -20,9 +20,8 @@ from typing import Any
 import pytest
 from buffer_world import HEAD, World, trajectory
 from buffer_world import config as small_config
-from forked import COMMAND
 from invariants import check_leaks, check_named, check_run, traces
-from launches import wait_for
+from launches import COMMAND, wait_for
 from producers import GROUP_SIZE, BufferProcess, config, learn, produce
 
 from evolver_async.buffer.service import BufferService

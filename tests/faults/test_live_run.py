@@ -17,9 +17,8 @@ from typing import Any
 import live as fire
 import moody
 import pytest
-from forked import COMMAND
 from invariants import Story, check_leaks, check_named, check_run, traces
-from launches import DEADLINE_S, Launch, alive, is_step, launching, wait_for
+from launches import COMMAND, DEADLINE_S, Launch, alive, is_step, launching, wait_for
 from live import child, status, stopped, story
 
 from evolver_async.checkpoint.checkpoints import valid

@@ -1,12 +1,9 @@
-"""Runs that no test leaves behind, of processes as a user has them."""
+"""Runs that no test leaves behind."""
 
-import os
 from collections.abc import Callable, Iterator
 
 import pytest
 from launches import Launch, launching
-
-os.environ["TEST_EXEC"] = "1"  # see forked.py
 
 
 @pytest.fixture

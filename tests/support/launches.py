@@ -4,19 +4,20 @@ import asyncio
 import contextlib
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
-from forked import COMMAND, ROLE, Forked
 
 from evolver_async.launch.run_directory import address_of, last_lines
 from evolver_async.metrics.tail import Tail
 from evolver_async.runs.watch.status_text import ask
 
 DEADLINE_S = 120.0
+COMMAND = [sys.executable, "-m", "evolver_async"]
 
 
 def wait_for(condition: Callable[[], Any], what: str, deadline_s: float = DEADLINE_S) -> Any:
@@ -57,17 +58,15 @@ def is_step(row: dict[str, Any]) -> bool:
 
 
 class Launch:
-    """One launcher process, a fork of this one unless `popen` is that of subprocess."""
+    """One launcher process."""
 
-    def __init__(
-        self, run_dir: Path, *arguments: object, popen: "type[subprocess.Popen[str]]" = Forked
-    ) -> None:
+    def __init__(self, run_dir: Path, *arguments: object) -> None:
         self.run_dir = run_dir
         self.tail = Tail(run_dir / "metrics.jsonl")
         self.tail.rows()
         self.unread: list[dict[str, Any]] = []
         self.printed = ""  # to stdout, complete after `end`
-        self.process = popen(
+        self.process = subprocess.Popen(
             [*COMMAND, "train", *map(str, arguments)],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -80,9 +79,7 @@ class Launch:
         for child in psutil.Process(self.process.pid).children():
             with contextlib.suppress(psutil.NoSuchProcess):  # died meanwhile
                 line = child.cmdline()
-                if child.name().startswith(ROLE):
-                    found[child.name().removeprefix(ROLE)] = child
-                elif "--connect" in line:
+                if "--connect" in line:
                     found[line[line.index("--name") + 1]] = child
         return found
 
@@ -132,14 +129,12 @@ class Launch:
 
 
 @contextlib.contextmanager
-def launching(
-    popen: "type[subprocess.Popen[str]]" = Forked,
-) -> Iterator[Callable[..., Launch]]:
+def launching() -> Iterator[Callable[..., Launch]]:
     """Starts launches and makes sure that none outlives its test."""
     started: list[Launch] = []
 
     def start(run_dir: Path, *arguments: object) -> Launch:
-        started.append(Launch(run_dir, *arguments, popen=popen))
+        started.append(Launch(run_dir, *arguments))
         return started[-1]
 
     try:

@@ -17,8 +17,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from forked import COMMAND
-from launches import DEADLINE_S, Launch, alive, launching, wait_for
+from launches import COMMAND, DEADLINE_S, Launch, alive, launching, wait_for
 from safetensors.torch import load_file
 from shares import check_shares
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -93,7 +92,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def start() -> Iterator[Callable[..., Launch]]:
-    with launching(subprocess.Popen) as start:  # no forks: the command lines of a user
+    with launching() as start:
         yield start
 
 

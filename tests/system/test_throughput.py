@@ -5,15 +5,13 @@ import time
 from pathlib import Path
 
 import pytest
-from forked import COMMAND
-from launches import DEADLINE_S
+from launches import COMMAND, DEADLINE_S
 from shares import check_shares
 
 CHANGES = ("stages.0.steps=4", "stages.1.steps=8", "eval.episodes=8", "metrics.panel=none")
 
 
 @pytest.mark.process
-@pytest.mark.usefixtures("forked_children")
 def test_the_shares_of_a_serial_run_add_up(tmp_path: Path) -> None:
     """Those of several processes: see test_local.py."""
     run = (f"run.dir={tmp_path}", "run.name=timed", "launch.kind=serial")

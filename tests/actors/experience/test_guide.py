@@ -17,10 +17,9 @@ import psutil
 import pytest
 from budget import examples
 from contributions import LOST, WON, Told, episode
-from forked import COMMAND
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from launches import DEADLINE_S, wait_for
+from launches import COMMAND, DEADLINE_S, wait_for
 from virtual_time import virtually
 
 from actors.experience import guide as guides

@@ -299,7 +299,7 @@ def _hold(directory, held, done):
 
 @pytest.mark.process
 def test_a_journal_in_use_is_refused(tmp_path):
-    context = multiprocessing.get_context("fork")
+    context = multiprocessing.get_context("spawn")
     held, done = context.Event(), context.Event()
     process = context.Process(target=_hold, args=(tmp_path, held, done))
     process.start()

@@ -13,8 +13,7 @@ from typing import Any
 
 import psutil
 import pytest
-from forked import COMMAND
-from launches import DEADLINE_S, Launch, alive, is_step, launching, wait_for
+from launches import COMMAND, DEADLINE_S, Launch, alive, is_step, launching, wait_for
 
 from evolver_async.buffer.log.disk import SyncError
 from evolver_async.buffer.log.reader import JournalReader
@@ -73,6 +72,7 @@ class Ended:
 
     run_dir: Path
     first: dict[str, psutil.Process]
+    threads: str  # OMP_NUM_THREADS of the first actor-0
     second: psutil.Process  # actor-0
     code: int
     errors: str
@@ -90,6 +90,7 @@ def ended(recipe: Path) -> Ended:
         run = launch(run_dir, recipe, "checkpoint.every=1000000")
         run.wait_for_steps(1)
         first = run.children()
+        threads = first["actor-0"].environ()["OMP_NUM_THREADS"]
         first["actor-0"].kill()
 
         def another() -> psutil.Process | None:
@@ -111,12 +112,13 @@ def ended(recipe: Path) -> Ended:
     steps = [row["step"] for row in Tail(run_dir / "metrics.jsonl").rows() if is_step(row)]
     kept = valid(run_dir / "checkpoints")[-1][1].step
     log = (run_dir / "logs" / "actor-0.log").read_text()
-    return Ended(run_dir, first, second, code, errors, log, steps, kept)
+    return Ended(run_dir, first, threads, second, code, errors, log, steps, kept)
 
 
 def test_a_dead_actor_is_replaced_until_its_budget_is_spent(ended: Ended) -> None:
     errors = ended.errors
     assert set(ended.first) == {"buffer", "learner", "actor-0", "actor-1"}
+    assert ended.threads == "1"
     assert f"actor-0, incarnation 1001, pid {ended.second.pid}" in ended.log
     assert ended.code == 1
     assert "actor-0 was killed by SIGKILL, restart 1 of 1" in errors

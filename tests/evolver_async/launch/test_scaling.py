@@ -247,8 +247,8 @@ def test_a_live_run_grows_and_shrinks_and_loses_nothing(
     run.wait_for_steps(2)
     assert main(["scale", str(run_dir), "2"]) == 0, "a name comes back under a later incarnation"
     again = wait_for(lambda: run.children().get("actor-1"), "actor-1")
-    log = run_dir / "logs" / "actor-1.log"
-    wait_for(lambda: f"incarnation 1001, pid {again.pid}" in log.read_text(), "its first line")
+    line = again.cmdline()
+    assert line[line.index("--incarnation") + 1] == "1001"
     run.wait_for_steps(1)
     said = run.status()
     run.process.terminate()

@@ -476,7 +476,7 @@ def short_training(
 
 
 def be_rank(rank: int, tiny: Path, directory: Path) -> None:
-    """One of two forked ranks; the first writes down what comes out."""
+    """One of two spawned ranks; the first writes down what comes out."""
     torch.set_num_threads(1)
     alone = str(directory / "alone" / "checkpoint")
     plan = [("both", "float32", None), ("resumed", "float32", alone), ("short", "bfloat16", None)]
@@ -493,7 +493,7 @@ def be_rank(rank: int, tiny: Path, directory: Path) -> None:
 @pytest.mark.process
 def test_two_ranks_train_adapters_as_one_does(tiny: Path, tmp_path: Path) -> None:
     rows, published = short_training(tiny, tmp_path / "alone", "float32")
-    mp.start_processes(be_rank, args=(tiny, tmp_path), nprocs=2, start_method="fork")
+    mp.spawn(be_rank, args=(tiny, tmp_path), nprocs=2)  # pyright: ignore[reportPrivateImportUsage]
     found = {name: torch.load(tmp_path / f"{name}-0" / "done.pt") for name in ("both", "resumed")}
     assert found["both"][1].keys() == published.keys()
     for name, steps in (("both", rows), ("resumed", rows[2:])):

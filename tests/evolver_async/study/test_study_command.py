@@ -11,8 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from forked import COMMAND
-from launches import DEADLINE_S, alive, wait_for
+from launches import COMMAND, DEADLINE_S, alive, wait_for
 from studies import made_study, run_of, write_cold, write_run
 
 from evolver_async.cli import main

@@ -82,7 +82,7 @@ def shared() -> Iterator[Path]:
 def test_four_ranks_publish_what_they_share_with_a_third_of_it_beside_the_file(
     tmp_path: Path, shared: Path
 ) -> None:
-    mp.start_processes(be_rank, args=(tmp_path, shared), nprocs=RANKS, start_method="fork")
+    mp.spawn(be_rank, args=(tmp_path, shared), nprocs=RANKS)  # pyright: ignore[reportPrivateImportUsage]
     extra = [int((tmp_path / f"extra-{rank}").read_text()) for rank in range(RANKS)]
     size = sum(one.numel() * one.itemsize for one in Wide().state_dict().values())
     assert min(extra) > 0, "the kernel counts"

@@ -70,7 +70,7 @@ def test_the_last_whole_checkpoint_is_left_and_the_torn_one_goes(
     victims: tuple[int, ...], tmp_path: Path
 ) -> None:
     make_policies(tmp_path)
-    context = mp.get_context("fork")
+    context = mp.get_context("spawn")
     both: list[Any] = []
     for rank in range(2):
         both.append(context.Process(target=die_while_writing, args=(rank, tmp_path, victims)))

@@ -1,6 +1,6 @@
 """A learner of two ranks is a learner of one: same losses, same weights, same checkpoints.
 
-Ranks are forked processes that meet at a file and talk by gloo.
+Ranks are spawned processes that meet at a file and talk by gloo.
 """
 
 import os
@@ -48,7 +48,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Tra
         (name, None) for name in (*KINDS, *SHORT, "measured", "poisoned", "unfit", "slow")
     ]
     plan += [(name, str(directory / f"{name}-single" / "checkpoint")) for name in RESUMED]
-    mp.start_processes(be_rank, args=(2, directory, plan), nprocs=2, start_method="fork")
+    mp.spawn(be_rank, args=(2, directory, plan), nprocs=2)  # pyright: ignore[reportPrivateImportUsage]
     return directory, single
 
 
@@ -256,7 +256,7 @@ def test_what_several_ranks_cannot_do_is_refused_by_its_key(key, change):
 
 
 def leave_at_once(rank: int, directory: Path) -> None:
-    """One of two forked ranks: hears and is gone."""
+    """One of two spawned ranks: hears and is gone."""
     ranks = join(directory / "meeting", rank, 2, device="cpu", deadline_s=60.0)
     if rank == 0:
         ranks.tell(b"the end")
@@ -268,7 +268,7 @@ def leave_at_once(rank: int, directory: Path) -> None:
 
 
 def test_no_thread_of_a_group_outlives_it(tmp_path: Path) -> None:
-    mp.start_processes(leave_at_once, args=(tmp_path,), nprocs=2, start_method="fork")
+    mp.spawn(leave_at_once, args=(tmp_path,), nprocs=2)  # pyright: ignore[reportPrivateImportUsage]
 
 
 def test_ranks_leave_nccl_the_network_that_weights_need(tmp_path, monkeypatch):
@@ -393,7 +393,7 @@ def ended() -> Iterator[list[mp.Process]]:  # pyright: ignore[reportPrivateImpor
 @pytest.mark.parametrize("fate", ["dies", "stands still"])
 def test_a_rank_that_is_lost_ends_the_wait_of_the_others(fate, tmp_path, ended):
     (tmp_path / "fate").write_text(fate)
-    context = mp.get_context("fork")
+    context = mp.get_context("spawn")
     ready = context.Barrier(2)
     for rank in range(2):
         ended.append(context.Process(target=stand_alone, args=(rank, tmp_path, ready)))
