@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from actors.endpoint.runner import JudgementMissing, make_agents
+from actors.endpoint.runner import JudgementMissing, RewardMissing, make_agents
 from actors.engines.factory import load_engine
 from actors.envs.base import EnvironmentFailure
 from actors.envs.exact import exact
@@ -39,6 +39,8 @@ from evolver_async.rewards import player_means, term_means
 from evolver_async.schema import Role, Sampling, Task, Ticket, Trajectory, WeightId
 from evolver_async.splits import Split
 
+FAILED = EnvironmentFailure, EpisodeLate, JudgementMissing, RewardMissing, Unscorable
+
 
 def evaluate(
     run_dir: Path,
@@ -54,6 +56,8 @@ def evaluate(
     average over the others would be of other tasks.
     """
     config = config_of(run_dir, [f"eval.split={split}"] if split else [])
+    if not config.evaluates:
+        raise ValueError("rollout.agent: users play no held-out tasks; evaluate an export instead")
     chosen, manifest = history.choose(
         run_dir / "checkpoints", config.run.name or run_dir.name, step
     )
@@ -233,10 +237,11 @@ async def play_all(
                 else:
                     await agents.run(ticket, setting, TicketProgress(), played.append)
                 for one in played:
+                    ended = one if one.rewarded is None else await one.rewarded()
                     if scorer is not None:
-                        await scorer.score(task, one, setting, graded=False)
-                    trajectories.append(one.trajectory)
-            except (EnvironmentFailure, EpisodeLate, JudgementMissing, Unscorable) as failure:
+                        await scorer.score(task, ended, setting, graded=False)
+                    trajectories.append(ended.trajectory)
+            except FAILED as failure:
                 failures.append(f"{task.task_id}: {failure}")
 
     async with asyncio.TaskGroup() as group:

@@ -21,8 +21,9 @@ def limits(config: Config, index: int) -> Iterator[tuple[str, str]]:
     """Require what the limits and the kind of a stage need from other sections."""
     stage, where = config.stages[index], f"stages[{index}]"
     limited = stage.steps or stage.tokens or stage.hours
-    if not limited and not config.eval.every:
-        yield f"{where}.until_success", "needs evaluations, or another limit: eval.every is 0"
+    if not limited and not (config.eval.every and config.evaluates):
+        why = "eval.every is 0" if config.evaluates else "rollout.agent=users has none"
+        yield f"{where}.until_success", f"needs evaluations, or another limit: {why}"
     if stage.kind != "rl" and not limited:
         yield (
             f"{where}.until_success",

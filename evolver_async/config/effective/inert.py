@@ -9,6 +9,7 @@ from functools import cache
 from typing import Any
 
 from evolver_async.config.sections import Config
+from evolver_async.config.sections.rollout import EXTERNAL, USERS
 from evolver_async.config.sections.run import SUPERVISED, StageConfig
 from evolver_async.config.values.kinds import KINDS, SELECTIONS
 from evolver_async.config.values.rules import keys
@@ -194,6 +195,8 @@ def _tasks(config: Config) -> Inert:
     if config.buffer.max_ready >= bound:
         why = f"buffer.max_staleness={config.buffer.max_staleness} bounds ready groups already"
         yield "buffer.max_ready", why
+    if not config.evaluates:
+        yield from _below("eval", f"rollout.agent={USERS}: nobody plays held-out tasks")
     if not config.eval.every:
         yield from ((f"eval.sets.{name}.every", "eval.every=0") for name in named_sets(config))
 
@@ -227,6 +230,12 @@ def _rollout(config: Config) -> Inert:
         yield "rollout.window", f"rollout.context={rollout.context}"
     if not rollout.agent:
         yield from _below("rollout.endpoint", "rollout.agent is empty")
+    if rollout.agent != USERS:
+        yield from _below("rollout.serve", f"rollout.agent is not {USERS}")
+    if rollout.agent not in (EXTERNAL, USERS):
+        yield "rollout.reward_wait_s", f"rollout.agent is neither {EXTERNAL} nor {USERS}"
+    elif rollout.agent == EXTERNAL and rollout.agent_reward == "judged":
+        yield "rollout.reward_wait_s", "rollout.agent_reward=judged"
     if not mcp:
         yield "env.tools.key_env", "env.tools.mcp is empty"
     if latency.kind == "none":

@@ -21,6 +21,7 @@ from evolver_async.config.sections.learner import (
 )
 from evolver_async.config.sections.reward import RewardConfig
 from evolver_async.config.sections.rollout import (
+    USERS,
     ActorsConfig,
     EngineConfig,
     EnvConfig,
@@ -72,3 +73,8 @@ class Config:
     metrics: Annotated[MetricsConfig, Scope.RUN] = field(default_factory=MetricsConfig)
     launch: Annotated[LaunchConfig, Scope.RUN] = field(default_factory=LaunchConfig)
     security: Annotated[SecurityConfig, Scope.RUN] = field(default_factory=SecurityConfig)
+
+    @property
+    def evaluates(self) -> bool:
+        """False if people alone play episodes, who play no held-out tasks."""
+        return self.rollout.agent != USERS
