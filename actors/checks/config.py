@@ -20,16 +20,19 @@ from actors.questioning.profile import load_profile
 from actors.rewards.own_rewards import load_function
 from actors.rewards.scorer import RewardScorer, check_terms
 from actors.rollout.episode_config import format_name, format_of
-from evolver_async.buffer.stages import TICKETS, eval_sets_of, source_of
+from evolver_async.buffer.stages import eval_sets_of, source_of
+from evolver_async.buffer.tasks.data_files import DataTasks, check_examples
+from evolver_async.buffer.tasks.rows import GivenTasks
 from evolver_async.buffer.tasks.task_source import TaskSource
 from evolver_async.config import Config, ConfigError, StageConfig
 from evolver_async.config.load import stage_config
 from evolver_async.config.paths import embeds_by_model
 from evolver_async.config.sections.agentevolver import LLM_SECTIONS, SUMMARISED
 from evolver_async.config.sections.rollout import EXTERNAL
-from evolver_async.config.sections.run import FINAL_SET
+from evolver_async.config.sections.run import BRANCHED, FINAL_SET
 from evolver_async.extension import RAISED, implementation, is_own
 from evolver_async.schema import Task
+from evolver_async.splits import checked_split
 
 PLAIN = (  # methods of an environment that cannot be async
     *("actions", "solve", "state", "snapshot", "restore", "score", "verdict", "goal", "exact"),
@@ -86,7 +89,7 @@ def check(config: Config) -> None:
         _check_service(staged, name, env, probed)
         _check_isolation(f"stages[{index}].kind: {stage.kind}", stage, staged, name)
         key = f"stages[{index}].kind: {stage.kind}"
-        scripted = stage.kind == "sft" or TICKETS[stage.kind] == "branch"
+        scripted = stage.kind == "sft" or stage.kind in BRANCHED
         if staged.env.tools.mcp and scripted and not isinstance(env, base.Tooled):
             raise ConfigError(
                 f"env.tools.mcp: {key} shows actions of {name}, which are no calls of tools:"
@@ -94,7 +97,7 @@ def check(config: Config) -> None:
             )
         if stage.kind == "sft" and not isinstance(env, base.Solvable):
             raise ValueError(f"{key} needs solve and actions, which env.name={name} has not")
-        if TICKETS[stage.kind] == "branch":
+        if stage.kind in BRANCHED:
             _check_branches(key, stage, staged, name, env)
         guided = staged.experience.kind != "none" and staged.rollout.guided_fraction > 0
         if stage.kind == "sft" and guided and not isinstance(env, base.Rewindable):
@@ -152,6 +155,9 @@ def _environments(
     for index, stage in enumerate(config.stages):
         staged = stage_config(config, index)
         source = source_of(staged)
+        if isinstance(source.data, DataTasks):
+            check_examples(source.data, stage.kind)
+            continue
         for task in source.examples():
             with placed(source, task):
                 env = base.make_env(task.env, task.params)
@@ -161,12 +167,15 @@ def _environments(
 def _check_evaluated(config: Config, probed: set[str]) -> None:
     """Raise ValueError, naming file and row, for a row that cannot be evaluated.
 
-    Other evaluation tasks have the environments and parameters of the training tasks.
+    Other evaluation tasks have the environments and parameters of the training tasks, if there are
+    any.
     """
     for index in range(len(config.stages)):
         staged = stage_config(config, index)
         source = source_of(staged)
-        for task in source.examples(source.evaluated) if source.given is not None else ():
+        others = source.given is not None or isinstance(source.data, DataTasks)
+        others = others and staged.eval.episodes > 0
+        for task in source.examples(source.evaluated) if others else ():
             with placed(source, task):
                 _check_played(staged, task, probed)
 
@@ -178,8 +187,10 @@ def placed(source: TaskSource, task: Task) -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        if source.given is not None:
-            raise ConfigError(f"tasks.path: {source.given.where(task)}: {error}") from error
+        rows = source.rows(checked_split(task.split))
+        if isinstance(rows, GivenTasks):
+            key = "tasks.path" if rows is source.given else "data.path"
+            raise ConfigError(f"{key}: {rows.where(task)}: {error}") from error
         if task.split == "train":
             raise
         raise ConfigError(f"eval.split: {source.evaluated}: {error}") from error
@@ -267,7 +278,7 @@ def _check_async(index: int, stage: StageConfig, staged: Config, name: str, env:
     if staged.launch.kind == "serial":
         raise ValueError(f"env.name: {name} {SERIAL_ASYNC}")
     guided = staged.experience.kind != "none" and staged.rollout.guided_fraction > 0
-    if TICKETS[stage.kind] == "branch" or (stage.kind == "sft" and guided):
+    if stage.kind in BRANCHED or (stage.kind == "sft" and guided):
         problem = f"tries its steps without waiting: make {', '.join(base.AWAITED)} plain functions"
         raise ValueError(f"env.name: {name} is async, and stages[{index}] ({stage.kind}) {problem}")
 
@@ -276,7 +287,7 @@ def _check_isolation(key: str, stage: StageConfig, staged: Config, name: str) ->
     """Refuse stages that carry an environment's states from one to another, where these are in
     processes."""
     guided = staged.experience.kind != "none" and staged.rollout.guided_fraction > 0
-    restores = TICKETS[stage.kind] == "branch" or (stage.kind == "sft" and guided)
+    restores = stage.kind in BRANCHED or (stage.kind == "sft" and guided)
     isolation = base.isolation_of(name, base.env_class(name), staged.env.isolation)
     if restores and isolation == "process":
         raise ValueError(

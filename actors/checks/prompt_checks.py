@@ -12,9 +12,12 @@ from actors.formats.tool_calls import CODE_TOOL, InvalidCall, called
 from actors.rollout.conversation import first_prompt, tools_of
 from actors.rollout.episode_config import Setting, setting_of
 from actors.scripted.branching import BranchState, TriedTurn, reflect_rows, try_turns
-from evolver_async.buffer.stages import TICKETS, eval_sets_of, source_of
+from actors.scripted.recorded import Recorder, check_rendered
+from evolver_async.buffer.stages import eval_sets_of, source_of
+from evolver_async.buffer.tasks.data_files import DataTasks
 from evolver_async.config import Config, ConfigError
 from evolver_async.config.load import stage_config
+from evolver_async.config.sections.run import BRANCHED
 from evolver_async.extension import RAISED
 from evolver_async.model.positions import positions
 from evolver_async.model.tokenizer import load_tokenizer
@@ -42,16 +45,18 @@ def check(config: Config) -> int:
         stage, source = config.stages[index], source_of(staged)
         shows_expert = stage.kind == "sft" and stage.expert_fraction > 0
         shows_others = stage.kind == "sft" and stage.expert_fraction < 1
-        if TICKETS[stage.kind] == "branch":
+        if stage.kind in BRANCHED:
             shows_expert = shows_others = True
         setting = setting_of(staged, chat, "", 0)
-        for task in source.examples():
+        if isinstance(source.data, DataTasks):
+            check_rendered(Recorder(chat, staged), source.data, stage.kind)
+        for task in () if isinstance(source.data, DataTasks) else source.examples():
             with placed(source, task):
                 first = _check_first(staged, setting, task, stage.kind == "reflect")
                 found = max(found, first)
                 if shows_expert or shows_others:
                     _check_demonstration(staged, setting, task, shows_expert, shows_others)
-        for task in source.examples(source.evaluated):
+        for task in source.examples(source.evaluated) if staged.eval.episodes else ():
             with placed(source, task):
                 _check_first(staged, setting, task, False)
         for name, chosen in eval_sets_of(staged).items():
