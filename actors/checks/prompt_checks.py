@@ -12,7 +12,7 @@ from actors.formats.tool_calls import CODE_TOOL, InvalidCall, called
 from actors.rollout.conversation import first_prompt, tools_of
 from actors.rollout.episode_config import Setting, setting_of
 from actors.scripted.branching import BranchState, TriedTurn, reflect_rows, try_turns
-from actors.scripted.recorded import Recorder, check_rendered
+from actors.scripted.recorded import ConversationRenderer, check_rendered
 from evolver_async.buffer.stages import eval_sets_of, source_of
 from evolver_async.buffer.tasks.data_files import DataTasks
 from evolver_async.config import Config, ConfigError
@@ -49,7 +49,7 @@ def check(config: Config) -> int:
             shows_expert = shows_others = True
         setting = setting_of(staged, chat, "", 0)
         if isinstance(source.data, DataTasks):
-            check_rendered(Recorder(chat, staged), source.data, stage.kind)
+            check_rendered(ConversationRenderer(chat, staged), source.data, stage.kind)
         for task in () if isinstance(source.data, DataTasks) else source.examples():
             with placed(source, task):
                 first = _check_first(staged, setting, task, stage.kind == "reflect")

@@ -274,13 +274,12 @@ class Chat:
         """Have this token end turns too."""
         self.stop_tokens |= frozenset(() if token is None else (token,))
 
-    def end_of(self, text: str) -> int:
-        """Return the place in a text of the template behind the first token that ends turns; the
-        length of the text without one."""
+    def end_of(self, text: str) -> int | None:
+        """Return the place in a text of the template behind the first token that ends turns, None
+        without one."""
         names = [self._tokenizer.convert_ids_to_tokens(token) for token in self.stop_tokens]
-        found = [(text.find(name), len(name)) for name in names if name in text]
-        place, length = min(found, default=(len(text), 0))
-        return place + length
+        ends = [(text.find(name), len(name)) for name in names if name in text]
+        return sum(min(ends)) if ends else None
 
     def until_stop(self, text: str) -> str:
         """Return a text of the template up to the first token that ends turns."""

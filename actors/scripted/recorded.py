@@ -7,24 +7,26 @@ policy itself would have been shown, and would have had to write. A template tha
 turns (one that drops their thoughts) gives each turn a context of its own, as in an episode.
 """
 
+import json
 import logging
 from typing import Any
 
 from actors.endpoint.request import ChatMessage
 from actors.endpoint.template import Template
-from actors.endpoint.tools import ChatToolCall, canonical
+from actors.endpoint.tools import ChatToolCall
 from actors.engines.engine import Generation
 from actors.formats.chat import Chat, Stream
 from actors.rollout.episode_config import Setting
 from actors.rollout.finished import Deliver, Finished, assembled
 from actors.ticket_progress import TicketProgress
 from evolver_async.buffer.tasks.data_files import DataTasks
-from evolver_async.buffer.tasks.examples import Example, examples_of
+from evolver_async.buffer.tasks.examples import THOUGHTS, RowExample, examples_of
 from evolver_async.config import Config, ConfigError
 from evolver_async.schema import Role, Sequence, Ticket
 
 log = logging.getLogger(__name__)
 
+ASKED = {"role": "user", "content": ""}
 THOUGHT = "<think>\n{}\n</think>\n\n"  # where a template writes none
 
 
@@ -36,7 +38,7 @@ class RowLeftOut(ValueError):
         self.reason = reason
 
 
-class Recorder:
+class ConversationRenderer:
     """Renderer of recorded conversations for the policy of one stage."""
 
     def __init__(self, chat: Chat, stage: Config) -> None:
@@ -47,7 +49,7 @@ class Recorder:
         self._turns = stage.data.turns
         self._system = stage.rollout.system_prompt
 
-    def sequences(self, example: Example) -> list[Sequence]:
+    def sequences(self, example: RowExample) -> list[Sequence]:
         """Return the sequences of a conversation, or of a text. Raise RowLeftOut."""
         if example.text:
             return self._pieces(example.text)
@@ -60,12 +62,11 @@ class Recorder:
             else:
                 found.append(Stream())
                 found[-1].read(self._chat.whole_tokens(context), Role.PROMPT)
-            end = self._chat.end_of(turn)
-            tokens = self._chat.tokens_of(turn[:end])
-            if tokens[-1:] and tokens[-1] not in self._chat.stop_tokens:
-                tokens += [] if self._chat.end_of_turn is None else [self._chat.end_of_turn]
+            tokens, last = self._chat.tokens_of(turn), self._chat.end_of_turn
+            if last is not None and tokens[-1:] and tokens[-1] not in self._chat.stop_tokens:
+                tokens.append(last)
             found[-1].write(_spoken(tokens), number)
-            told = context + turn[:end]
+            told = context + turn
         if (longest := max(len(one.tokens) for one in found)) > self._max_length:
             limit = f"policy.max_length is {self._max_length}"
             raise RowLeftOut("too long", f"{longest} tokens: {limit}")
@@ -83,7 +84,7 @@ class Recorder:
             pieces.append(stream.sequence())
         return pieces
 
-    def _turns_of(self, example: Example) -> list[tuple[str, str]]:
+    def _turns_of(self, example: RowExample) -> list[tuple[str, str]]:
         """Return the text before every turn that is learnt, and that of the turn."""
         said = example.messages
         if self._system and said[0].role != "system":
@@ -92,7 +93,7 @@ class Recorder:
             ChatMessage(
                 one.role,
                 one.content,
-                tuple(ChatToolCall(name, canonical(given)) for name, given in one.calls),
+                tuple(ChatToolCall(name, json.dumps(given)) for name, given in one.calls),
             )
             for one in said
         )
@@ -111,40 +112,53 @@ class Recorder:
 
     def _with_thought(self, message: dict[str, Any], thought: str) -> dict[str, Any]:
         """Return the assistant's message with its thought where the template writes it."""
-        thinking = message | {"reasoning_content": thought}
-        asked = {"role": "user", "content": ""}
-        try:
-            if thought in self._chat.render([asked, thinking], opens=False):
-                return thinking
-        except Exception as error:  # templates raise exceptions of any kind
-            log.debug("a template without thoughts: %s", error)
+        for name in THOUGHTS:
+            thinking = message | {name: thought}
+            try:
+                if thought in self._chat.render([ASKED, thinking], opens=False):
+                    return thinking
+            except Exception as error:  # templates raise exceptions of any kind
+                log.debug("a template without %s: %s", name, error)
         return message | {"content": THOUGHT.format(thought) + message["content"]}
 
     def _rendered(
         self, messages: list[dict[str, Any]], place: int, tools: list[dict[str, Any]]
     ) -> tuple[str, str]:
+        def rendered(some: list[dict[str, Any]], opens: bool) -> str:
+            return self._chat.render(some, tools, opens=opens)
+
         try:
-            before = self._chat.render(messages[:place], tools)
-            after = self._chat.render(messages[: place + 1], tools, opens=False)
+            before = rendered(messages[:place], True)
+            after = rendered(messages[: place + 1], False)
+            behind = rendered(messages[: place + 2], False)
+            if after.startswith(before):
+                turn = after[len(before) :]
+            else:  # it changes what stands before it: harmony's drops a thought before its answer
+                alone = rendered([ASKED, messages[place]], False)
+                turn = alone.removeprefix(rendered([ASKED], True))
+                if turn == alone:
+                    raise ValueError("it writes no turn of the assistant behind its own opening")
         except Exception as error:  # templates raise exceptions of any kind
             raise RowLeftOut("the chat template refuses it", str(error)) from None
-        if not after.startswith(before):
-            problem = f"message {place} changes what the chat template writes before it"
-            raise RowLeftOut("no beginning of a turn", problem)
-        return before, after[len(before) :]
+        if (end := self._chat.end_of(turn)) is not None:
+            return before, turn[:end]
+        # what ends a turn can be the head of the message behind it
+        rest = behind[len(after) :] if behind.startswith(after) else ""
+        ends = self._chat.mark(rest) in self._chat.stop_tokens
+        return before, turn + (rest[: self._chat.end_of(rest)] if ends else "")
 
 
 def _spoken(tokens: list[int]) -> Generation:
     return Generation(tokens=tokens, logprobs=[0.0] * len(tokens), weights=[], finish="stop")
 
 
-def check_rendered(recorder: Recorder, tasks: DataTasks, kind: str) -> None:
+def check_rendered(renderer: ConversationRenderer, tasks: DataTasks, kind: str) -> None:
     """Raise ConfigError, naming file and row, if none of the rows looked at can be learnt."""
     problem = ""
     for task in tasks.examples("train"):
         try:
             for one in examples_of(task.row, kind, tasks.columns):
-                recorder.sequences(one)
+                renderer.sequences(one)
             return
         except RowLeftOut as left_out:
             problem = problem or f"{task.task_id}: {left_out}"
@@ -154,7 +168,7 @@ def check_rendered(recorder: Recorder, tasks: DataTasks, kind: str) -> None:
 def deliver_row(
     ticket: Ticket,
     setting: Setting,
-    recorder: Recorder,
+    renderer: ConversationRenderer,
     kind: str,
     progress: TicketProgress,
     deliver: Deliver,
@@ -166,10 +180,10 @@ def deliver_row(
         if task.query:
             raise RowLeftOut("no JSON", task.query)
         try:
-            examples = examples_of(task.row, kind, recorder.columns)
+            examples = examples_of(task.row, kind, renderer.columns)
         except ValueError as error:
             raise RowLeftOut("not readable", str(error)) from None
-        made = [recorder.sequences(one) for one in examples]
+        made = [renderer.sequences(one) for one in examples]
         rewards = [one.reward for one in examples]
     except RowLeftOut as left_out:
         setting.failures.note("data", left_out.reason, f"{task.task_id}: {left_out}")

@@ -28,28 +28,28 @@ ROLES = {  # of a message by those that files write
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 
 
-class Call(NamedTuple):
+class RowCall(NamedTuple):
     """A call of a tool. `arguments`: the object."""
 
     name: str
     arguments: dict[str, Any]
 
 
-class Message(NamedTuple):
+class RowMessage(NamedTuple):
     """One message. `learnt`: it is the assistant's and no part of the prompt."""
 
     role: str
     content: str
     thought: str = ""
-    calls: tuple[Call, ...] = ()
+    calls: tuple[RowCall, ...] = ()
     learnt: bool = False
 
 
-class Example(NamedTuple):
+class RowExample(NamedTuple):
     """A conversation to learn from, or a `text` without roles. `reward`: 1 for what to do, 0 for
     what not."""
 
-    messages: list[Message]
+    messages: list[RowMessage]
     tools: list[dict[str, Any]]
     reward: float = 1.0
     text: str = ""
@@ -60,7 +60,7 @@ def is_conversation(row: Mapping[str, Any], columns: Mapping[str, str]) -> bool:
     return any(_column(row, name, columns) for name in ("messages", "completion", "chosen", "text"))
 
 
-def examples_of(row: Mapping[str, Any], kind: str, columns: Mapping[str, str]) -> list[Example]:
+def examples_of(row: Mapping[str, Any], kind: str, columns: Mapping[str, str]) -> list[RowExample]:
     """Return what a row holds for a stage of a `kind`. Raise ValueError, naming the column.
 
     A dpo or reward_model stage gets the better conversation and the worse one, other stages one.
@@ -68,7 +68,7 @@ def examples_of(row: Mapping[str, Any], kind: str, columns: Mapping[str, str]) -
     if kind == "text" and (column := _column(row, "text", columns)):
         if not isinstance(row[column], str) or not row[column].strip():
             raise ValueError(f"column {column}: must be a text that is not empty")
-        return [Example([], [], text=row[column])]
+        return [RowExample([], [], text=row[column])]
     tools = _tools(row, columns)
     if kind in ("dpo", "reward_model"):
         sides = [_messages(row, name, columns) for name in ("chosen", "rejected")]
@@ -81,7 +81,7 @@ def examples_of(row: Mapping[str, Any], kind: str, columns: Mapping[str, str]) -
                 raise ValueError("chosen and rejected do not begin alike: there is no prompt")
             prompt, sides = better[:shared], [side[shared:] for side in sides]
         return [
-            Example(_after(prompt, side, name), tools, reward)
+            RowExample(_after(prompt, side, name), tools, reward)
             for side, name, reward in zip(sides, ("chosen", "rejected"), (1.0, 0.0), strict=True)
         ]
     reward = 1.0
@@ -95,12 +95,12 @@ def examples_of(row: Mapping[str, Any], kind: str, columns: Mapping[str, str]) -
         learnt = [one._replace(learnt=one.learnt and one.role == "assistant") for one in messages]
         if not any(one.learnt for one in learnt):
             raise ValueError("has no message of the assistant to learn")
-        return [Example(learnt, tools, reward)]
+        return [RowExample(learnt, tools, reward)]
     completion = _messages(row, "completion", columns)
     prompt = _prompt(row, columns)
     if prompt is None:
         raise ValueError(f"there is no column prompt; the columns are {', '.join(row)}")
-    return [Example(_after(prompt, completion, "completion"), tools, reward)]
+    return [RowExample(_after(prompt, completion, "completion"), tools, reward)]
 
 
 def _column(row: Mapping[str, Any], name: str, columns: Mapping[str, str]) -> str:
@@ -116,7 +116,7 @@ def _required(row: Mapping[str, Any], name: str, columns: Mapping[str, str]) -> 
     return column
 
 
-def _prompt(row: Mapping[str, Any], columns: Mapping[str, str]) -> list[Message] | None:
+def _prompt(row: Mapping[str, Any], columns: Mapping[str, str]) -> list[RowMessage] | None:
     """Return the messages of a prompt, None if the row has none."""
     column = _column(row, "prompt", columns)
     return _messages(row, "prompt", columns, "user") if column else None
@@ -124,7 +124,7 @@ def _prompt(row: Mapping[str, Any], columns: Mapping[str, str]) -> list[Message]
 
 def _messages(
     row: Mapping[str, Any], name: str, columns: Mapping[str, str], role: str = "assistant"
-) -> list[Message]:
+) -> list[RowMessage]:
     """Return the messages in a column; a text is one of `role`."""
     column = _required(row, name, columns)
     value = row[column]
@@ -132,7 +132,7 @@ def _messages(
         if isinstance(value, str) and name != "messages":
             if not value.strip():
                 raise ValueError("is empty")
-            return [Message(role, value, learnt=True)]
+            return [RowMessage(role, value, learnt=True)]
         if isinstance(value, dict):
             value = [value]
         if not isinstance(value, list) or not value:
@@ -142,7 +142,7 @@ def _messages(
         raise ValueError(f"column {column}: {error}") from None
 
 
-def _after(prompt: list[Message], answer: list[Message], name: str) -> list[Message]:
+def _after(prompt: list[RowMessage], answer: list[RowMessage], name: str) -> list[RowMessage]:
     """Join a prompt, of which nothing is learnt, and an answer."""
     if not any(one.role == "assistant" and one.learnt for one in answer):
         raise ValueError(f"column {name}: has no message of the assistant to learn")
@@ -150,7 +150,7 @@ def _after(prompt: list[Message], answer: list[Message], name: str) -> list[Mess
     return shown + [one._replace(learnt=one.learnt and one.role == "assistant") for one in answer]
 
 
-def message_of(value: Any, number: int) -> Message:
+def message_of(value: Any, number: int) -> RowMessage:
     """Read one message. Raise ValueError, which names it."""
     if not isinstance(value, dict):
         raise ValueError(f"message {number}: must be an object")
@@ -174,10 +174,10 @@ def message_of(value: Any, number: int) -> Message:
     thoughts = (value.get(name) for name in THOUGHTS)
     thought = next((one for one in thoughts if isinstance(one, str)), "")
     learnt = role == "assistant" and value.get("weight", 1) != 0
-    return Message(role, content, thought.strip(), calls, learnt)
+    return RowMessage(role, content, thought.strip(), calls, learnt)
 
 
-def _call(value: Any, number: int) -> Call:
+def _call(value: Any, number: int) -> RowCall:
     function = value.get("function", value) if isinstance(value, dict) else None
     name = function.get("name") if isinstance(function, dict) else None
     if not isinstance(name, str) or not isinstance(function, dict):
@@ -189,7 +189,7 @@ def _call(value: Any, number: int) -> Call:
         read = None
     if not isinstance(read, dict):
         raise ValueError(f"message {number}: arguments of {name} must be an object, or one as JSON")
-    return Call(name, _given(read))
+    return RowCall(name, _given(read))
 
 
 def _tools(row: Mapping[str, Any], columns: Mapping[str, str]) -> list[dict[str, Any]]:

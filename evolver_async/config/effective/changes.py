@@ -7,10 +7,9 @@ from typing import Any, NamedTuple
 
 from evolver_async.config.effective.inert import guided_members, inert
 from evolver_async.config.sections import Config
-from evolver_async.config.sections.run import PAIRED, EvalSetConfig, StageConfig
+from evolver_async.config.sections.run import EvalSetConfig, StageConfig
 
 SETS = "eval.sets."
-OF_ROWS = ("sft", "text", *PAIRED)  # kinds whose groups are made of one row of `data`
 
 
 class Change(NamedTuple):
@@ -54,14 +53,6 @@ def _guidance(config: Config, stage: StageConfig) -> Found:
     branches = stage.kind in ("world_model", "reflect")
     if config.experience.kind != "none" and share and not branches and not guided_members(config):
         yield "rollout.guided_fraction", 0.0, f"it guides no member of {size}"
-
-
-def _rows(config: Config, stage: StageConfig) -> Found:
-    """Name the members of a group that is made of one row, and what never refers to any."""
-    if config.data.path and stage.kind in OF_ROWS:
-        members = 2 if stage.kind in PAIRED else 1
-        if config.rollout.group_size != members:
-            yield "rollout.group_size", members, f"a row of data.path for a stage of {stage.kind}"
 
 
 def _estimator(config: Config, stage: StageConfig) -> Found:
@@ -125,7 +116,7 @@ def _of_rl(rule: Callable[[Config, StageConfig], Found]) -> Callable[[Config, St
 
 
 CHANGES = (
-    *(_rows, _guidance, _reuse, _minibatches),
+    *(_guidance, _reuse, _minibatches),
     *map(_of_rl, (_estimator, _correction, _members, _overlong)),
 )
 
