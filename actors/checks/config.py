@@ -82,12 +82,13 @@ def check(config: Config) -> None:
         with placed(source, task):
             check_terms(staged, task)
         _check_agent(staged, name, env)
-        _check_async(index, stage, staged, name, env)
+        replays = bool(task.reference)  # which leads to every state without snapshots
+        _check_async(index, stage, staged, name, env, replays)
         _check_turns(staged, name, env)
         if name not in probed:
             check_threads(staged, task)
         _check_service(staged, name, env, probed)
-        _check_isolation(f"stages[{index}].kind: {stage.kind}", stage, staged, name)
+        _check_isolation(f"stages[{index}].kind: {stage.kind}", stage, staged, name, replays)
         key = f"stages[{index}].kind: {stage.kind}"
         scripted = stage.kind == "sft" or stage.kind in BRANCHED
         if staged.env.tools.mcp and scripted and not isinstance(env, base.Tooled):
@@ -95,10 +96,13 @@ def check(config: Config) -> None:
                 f"env.tools.mcp: {key} shows actions of {name}, which are no calls of tools:"
                 f" override env.tools.mcp of stages[{index}] with an empty text"
             )
-        if stage.kind == "sft" and not isinstance(env, base.Solvable):
-            raise ValueError(f"{key} needs solve and actions, which env.name={name} has not")
+        if stage.kind == "sft" and not (replays or isinstance(env, base.Solvable)):
+            raise ValueError(
+                f"{key} needs solve and actions, which env.name={name} has not, or a reference in"
+                " every row of data.path"
+            )
         if stage.kind in BRANCHED:
-            _check_branches(key, stage, staged, name, env)
+            _check_branches(key, stage, staged, name, env, replays)
         guided = staged.experience.kind != "none" and staged.rollout.guided_fraction > 0
         if stage.kind == "sft" and guided and not isinstance(env, base.Rewindable):
             raise ValueError(
@@ -266,7 +270,9 @@ def of_set(name: str, error: ValueError) -> str:
     return f"eval.sets.{name}{joint}{error}"
 
 
-def _check_async(index: int, stage: StageConfig, staged: Config, name: str, env: base.Env) -> None:
+def _check_async(
+    index: int, stage: StageConfig, staged: Config, name: str, env: base.Env, replays: bool
+) -> None:
     """Refuse an async environment where calls must not wait, and async methods that are never
     awaited."""
     for part in PLAIN:
@@ -278,16 +284,18 @@ def _check_async(index: int, stage: StageConfig, staged: Config, name: str, env:
     if staged.launch.kind == "serial":
         raise ValueError(f"env.name: {name} {SERIAL_ASYNC}")
     guided = staged.experience.kind != "none" and staged.rollout.guided_fraction > 0
-    if stage.kind in BRANCHED or (stage.kind == "sft" and guided):
+    if (stage.kind in BRANCHED and not replays) or (stage.kind == "sft" and guided):
         problem = f"tries its steps without waiting: make {', '.join(base.AWAITED)} plain functions"
         raise ValueError(f"env.name: {name} is async, and stages[{index}] ({stage.kind}) {problem}")
 
 
-def _check_isolation(key: str, stage: StageConfig, staged: Config, name: str) -> None:
+def _check_isolation(
+    key: str, stage: StageConfig, staged: Config, name: str, replays: bool
+) -> None:
     """Refuse stages that carry an environment's states from one to another, where these are in
     processes."""
     guided = staged.experience.kind != "none" and staged.rollout.guided_fraction > 0
-    restores = stage.kind in BRANCHED or (stage.kind == "sft" and guided)
+    restores = (stage.kind in BRANCHED and not replays) or (stage.kind == "sft" and guided)
     isolation = base.isolation_of(name, base.env_class(name), staged.env.isolation)
     if restores and isolation == "process":
         raise ValueError(
@@ -296,10 +304,16 @@ def _check_isolation(key: str, stage: StageConfig, staged: Config, name: str) ->
         )
 
 
-def _check_branches(key: str, stage: StageConfig, staged: Config, name: str, env: base.Env) -> None:
-    """Refuse branching without snapshots, and a reason without a place in the turn format."""
-    if not isinstance(env, base.Rewindable):
-        raise ValueError(f"{key} needs solve, state and snapshot, which env.name={name} has not")
+def _check_branches(
+    key: str, stage: StageConfig, staged: Config, name: str, env: base.Env, replays: bool
+) -> None:
+    """Refuse branching without snapshots or actions to replay, and a reason without a place in the
+    turn format."""
+    if not (replays or isinstance(env, base.Rewindable)):
+        raise ValueError(
+            f"{key} needs solve, state and snapshot, which env.name={name} has not, or a reference"
+            " in every row of data.path"
+        )
     style, chosen = format_of(staged), format_name(staged)
     if style.inline or chosen == "native":
         raise ValueError(f"{key} needs turns that are messages of text, not {chosen}")

@@ -11,7 +11,13 @@ from actors.formats.chat import Chat
 from actors.formats.tool_calls import CODE_TOOL, InvalidCall, called
 from actors.rollout.conversation import first_prompt, tools_of
 from actors.rollout.episode_config import Setting, setting_of
-from actors.scripted.branching import BranchState, TriedTurn, reflect_rows, try_turns
+from actors.scripted.branching import (
+    BranchState,
+    TriedTurn,
+    reflect_rows,
+    restorable,
+    try_turns,
+)
 from actors.scripted.recorded import ConversationRenderer, check_rendered
 from evolver_async.buffer.stages import eval_sets_of, source_of
 from evolver_async.buffer.tasks.data_files import DataTasks
@@ -132,16 +138,24 @@ def _same(tools: bool, actions: list[str], found: list[str | InvalidCall] | None
 async def _first_turns(setting: Setting, task: Task, expert: bool, others: bool) -> list[list[str]]:
     """Return the actions of first turns: the expert's first, then one of each action there is."""
     async with begun(task) as (env, _):
-        assert isinstance(env, Solvable), f"{task.env} cannot demonstrate"
-        turns = [env.solve()[: setting.format.actions_per_turn]] if expert else []
-        return turns + [[action] for action in (env.actions() if others else ())]
+        count, turns = setting.format.actions_per_turn, list[list[str]]()
+        if expert and task.reference:
+            turns = [task.reference[:count]]
+        elif expert:
+            assert isinstance(env, Solvable), f"{task.env} cannot demonstrate"
+            turns = [env.solve()[:count]]
+        shown = env.actions() if others and isinstance(env, Solvable) else ()
+        return turns + [[action] for action in shown]
 
 
 async def _begun(setting: Setting, task: Task, reflects: bool) -> tuple[list[int], list[TriedTurn]]:
     """Return the first prompt of a task and, if reasons are asked for, turns to give reasons
     about."""
     async with begun(task) as (env, opening):
-        turns = try_turns(env, setting.format, 1, random.Random(0)) if reflects else []
+        turns = list[TriedTurn]()
+        if reflects and restorable(env):
+            given = task.reference and task.reference[: setting.format.actions_per_turn]
+            turns = try_turns(env, setting.format, 1, random.Random(0), given)
         specs = await tools_of(setting, env)
         if setting.format.inline and not specs:
             lacks = f"{setting.format_name} needs a tool {CODE_TOOL} of {task.env}"
