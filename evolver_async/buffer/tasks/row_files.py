@@ -151,7 +151,7 @@ def read(
     """Read files of rows into a temporary directory that lives as long as the rows."""
     held = tempfile.TemporaryDirectory(prefix="evolver-rows-")
     parts = chain.from_iterable(
-        _parts(at, Path(path), of, settings, revision) for at, path, of in files
+        parts_of(at, Path(path), of, settings, revision) for at, path, of in files
     )
     _Writer(Path(held.name), settings).write(_agreeing(parts), revision)
     return Rows(Path(held.name), held)
@@ -168,8 +168,12 @@ def _agreeing(parts: Iterator[RowPart]) -> Iterator[RowPart]:
         yield part
 
 
-def _parts(
-    at: str, path: Path, split: Split | None, settings: ReadAs, revision: str
+def parts_of(
+    at: str,
+    path: Path,
+    split: Split | None = None,
+    settings: ReadAs = ReadAs(),
+    revision: str = "",
 ) -> Iterator[RowPart]:
     """Yield the parts of a file or a data set."""
     if path.is_file():
