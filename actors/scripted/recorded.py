@@ -204,7 +204,7 @@ def _finished(
         ticket,
         member,
         setting,
-        "scripted",
+        "recorded",
         sequences,
         rewards=[*[0.0] * (turns - 1), reward] if turns else [],
         flags=[0] * turns,
