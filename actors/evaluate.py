@@ -29,6 +29,7 @@ from evolver_async.buffer.tasks.task_source import EvalSet, held_out_task
 from evolver_async.checkpoint import history, shards
 from evolver_async.config import Config
 from evolver_async.config.load import stage_config
+from evolver_async.config.sections.rollout import USERS
 from evolver_async.launch.run_directory import config_of
 from evolver_async.metrics.replies import SavedReply
 from evolver_async.metrics.replies import save as save_replies
@@ -56,7 +57,7 @@ def evaluate(
     average over the others would be of other tasks.
     """
     config = config_of(run_dir, [f"eval.split={split}"] if split else [])
-    if not config.evaluates:
+    if config.rollout.agent == USERS:
         raise ValueError("rollout.agent: users play no held-out tasks; evaluate an export instead")
     chosen, manifest = history.choose(
         run_dir / "checkpoints", config.run.name or run_dir.name, step

@@ -136,9 +136,8 @@ class Learner:
             self.state = self.updater.restore(newest)
             log.info("resumed from %s", newest)
         state = self.state
-        config = self.config
-        if newest is None and config.evaluates and config.eval.at_start == "always":
-            first = self.stages(0).eval
+        first = self.stages(0).eval
+        if newest is None and self.config.eval.at_start == "always" and first.episodes:
             self.evaluations.ask(state, 0, first.episodes, first.sets)
         elif newest is not None and (known := self.checkpoints.untouched(newest)):
             self.evaluations.know(state, known)
@@ -224,9 +223,7 @@ class Learner:
         if changed:
             self.state.version += 1
         last = stage == len(self.config.stages) - 1
-        episodes = 0
-        if self.config.evaluates:
-            episodes = self.evaluations.due(self.state.version, over=over, changed=changed)
+        episodes = self.evaluations.due(self.state.version, over=over, changed=changed)
         if changed or episodes:  # a second evaluation needs retained weights, too
             with self.timers("publish"):
                 self.publish(retain=episodes > 0)

@@ -78,6 +78,8 @@ def _users(config: Config) -> Iterator[tuple[str, str]]:
         yield "rollout.agent_reward", "must be returned: rollout.agent=users is rated by people"
     if rollout.players:
         yield "rollout.players", "must be empty: a conversation of rollout.agent=users has one"
+    if config.eval.episodes:
+        yield "eval.episodes", "must be 0: nobody plays held-out tasks for rollout.agent=users"
     for index, pattern in enumerate(rollout.serve.redact):
         try:
             re.compile(pattern)

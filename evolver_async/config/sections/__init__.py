@@ -9,7 +9,7 @@ from evolver_async.config.sections.agentevolver import (
     QuestioningConfig,
     ReflectionConfig,
 )
-from evolver_async.config.sections.data import BufferConfig, TasksConfig
+from evolver_async.config.sections.data import BufferConfig, DataConfig, TasksConfig
 from evolver_async.config.sections.learner import (
     AdvantageConfig,
     CorrectionConfig,
@@ -21,7 +21,6 @@ from evolver_async.config.sections.learner import (
 )
 from evolver_async.config.sections.reward import RewardConfig
 from evolver_async.config.sections.rollout import (
-    USERS,
     ActorsConfig,
     EngineConfig,
     EnvConfig,
@@ -50,6 +49,7 @@ class Config:
     policy: Annotated[PolicyConfig, Scope.RUN | Scope.WEIGHTS] = field(default_factory=PolicyConfig)
     env: EnvConfig = field(default_factory=EnvConfig)
     tasks: Annotated[TasksConfig, Scope.DATA] = field(default_factory=TasksConfig)
+    data: Annotated[DataConfig, Scope.DATA] = field(default_factory=DataConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     reward: Annotated[RewardConfig, Scope.RUN] = field(default_factory=RewardConfig)
     engine: Annotated[EngineConfig, Scope.RUN] = field(default_factory=EngineConfig)
@@ -73,8 +73,3 @@ class Config:
     metrics: Annotated[MetricsConfig, Scope.RUN] = field(default_factory=MetricsConfig)
     launch: Annotated[LaunchConfig, Scope.RUN] = field(default_factory=LaunchConfig)
     security: Annotated[SecurityConfig, Scope.RUN] = field(default_factory=SecurityConfig)
-
-    @property
-    def evaluates(self) -> bool:
-        """False if people alone play episodes, who play no held-out tasks."""
-        return self.rollout.agent != USERS

@@ -25,7 +25,7 @@ from evolver_async.schema import Role
 KEYS, RUN = "EVOLVER_TEST_USERS", "EVOLVER_TEST_OPERATOR"
 ANNE, BERT, OPERATING = (f"{name}-{'k' * 20}" for name in ("anne", "bert", "operator"))
 WANTED = f"rollout={{agent: users, reward_wait_s: 9, endpoint: {{port: 8200, key_env: {RUN}}}}}"
-PLAIN = "env.name=bandit", "stages=[{kind: rl, steps: 9}]"
+PLAIN = "env.name=bandit", "eval.episodes=0", "stages=[{kind: rl, steps: 9}]"
 
 
 @pytest.fixture(autouse=True)
@@ -392,6 +392,7 @@ def test_the_page_lists_rates_and_draws_and_runs_no_text_of_a_user(tmp_path: Pat
         ("rollout.endpoint.port=0", "rollout.endpoint.port"),
         ("rollout.agent_reward=judged", "rollout.agent_reward"),
         ("rollout.players=[a, b]", "rollout.players"),
+        ("eval.episodes=9", "eval.episodes"),
         ("rollout.serve.redact=['(']", "rollout.serve.redact"),
     ],
 )
