@@ -57,8 +57,6 @@ def evaluate(
     average over the others would be of other tasks.
     """
     config = config_of(run_dir, [f"eval.split={split}"] if split else [])
-    if config.rollout.agent == USERS:
-        raise ValueError("rollout.agent: users play no held-out tasks; evaluate an export instead")
     chosen, manifest = history.choose(
         run_dir / "checkpoints", config.run.name or run_dir.name, step
     )
@@ -82,6 +80,8 @@ def _evaluated(
     config: Config, name: str, episodes: int, weights: dict | None, save: Path | None
 ) -> str:
     """Play the episodes of the last stage; `weights`: None for those of the policy directory."""
+    if config.rollout.agent == USERS:
+        raise ValueError("rollout.agent: users play no held-out tasks; evaluate an export instead")
     last = len(config.stages) - 1
     staged = stage_config(config, last)
     source = source_of(staged)
