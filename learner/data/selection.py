@@ -185,6 +185,20 @@ def pairs(groups: list[Group], by: str = "reward", *, masked: bool = False) -> S
     return Selected(kept, filtered)
 
 
+def labelled(groups: list[Group], *, masked: bool = False) -> Selected:
+    """Reduce each group to the members that train by themselves; reasons as of `pairs`."""
+    kept: list[Group] = []
+    filtered: dict[str, list[int]] = {}
+    for group in groups:
+        whole = [one for one in group.trajectories if not (masked and one.overlong)]
+        if members := [one for one in whole if _trains(one)]:
+            kept.append(replace(group, trajectories=members))
+        else:
+            why = "no_tokens" if whole else TRUNCATED
+            filtered.setdefault(why, []).append(group.group_id)
+    return Selected(kept, filtered)
+
+
 def _trains(trajectory: Trajectory) -> bool:
     """Return True if some ACTION token has a context, with experience or without."""
     contexts = (s.roles[s.roles != Role.EXPERIENCE] for s in trajectory.sequences)

@@ -14,7 +14,6 @@ import torch
 
 from evolver_async.config import Config
 from evolver_async.config.sections.learner import lr_at
-from evolver_async.metrics.writer import Timers
 from evolver_async.randomness import key
 from evolver_async.schema import Array
 from learner.data.batch import Batch, Minibatch
@@ -31,7 +30,6 @@ from learner.optimize.adamw import (
 )
 from learner.optimize.critic import CriticTraining
 from learner.optimize.distillation import Distillation
-from learner.optimize.model import Models
 from learner.optimize.step_passes import MicroLoss, StepPasses
 
 log = logging.getLogger(__name__)
@@ -125,13 +123,13 @@ class UpdateLimits:
 
 
 class Stepper:
-    """Optimizer updates of `models`; `config` is that of the whole run."""
+    """Optimizer updates of the model of `passes`; `config` is that of the whole run."""
 
-    def __init__(self, models: Models, config: Config, timers: Timers) -> None:
-        self.models = models
-        self.config = config
-        self.timers = timers
-        self.passes = StepPasses(models, config, timers)
+    def __init__(self, passes: StepPasses) -> None:
+        self.models = passes.models
+        self.config = passes.config
+        self.timers = passes.timers
+        self.passes = passes
 
     def __call__(
         self,
@@ -164,7 +162,7 @@ class Stepper:
             known = found if math.isinf(bound) and not scales else self.passes.collected(found)
             scale = known.ess_share() ** 0.5 if scales else 1.0
             kl = known.moved() if math.isfinite(bound) else 0.0
-            moves = [(self.models.optimizer, rate * scale), *others]
+            moves = [(self.passes.optimizer, rate * scale), *others]
             # Never before the first update: data that are beyond the bound by their age alone would
             # not be trained at all.
             if done and math.isfinite(total) and kl > bound:
@@ -173,7 +171,7 @@ class Stepper:
                 break
             self.models.ranks.progress.updated = True
             with self.timers("optimizer"):
-                moved = with_gradient(self.models.optimizer)
+                moved = with_gradient(self.passes.optimizer)
                 made, *rest = update(moves, loss=total, grad_clip=stage.learner.grad_clip)
             if not made.applied:
                 failure = Failure(total, sum(one.grad_norm for one in (made, *rest)))
@@ -236,15 +234,19 @@ class Stepper:
 
     def _retrace(self, last: AppliedUpdate, *, back: bool) -> None:
         with self.timers("optimizer"):
-            retrace(self.models.optimizer, last.moved, last.lr, back=back)
-            follow(self.models.model.parameters())
+            retrace(self.passes.optimizer, last.moved, last.lr, back=back)
+            follow(self.passes.model.parameters())
 
     def _take_back(self, last: AppliedUpdate) -> None:
         with self.timers("optimizer"):
-            take_back(self.models.optimizer, last.moved, last.lr)
-            follow(self.models.model.parameters())
+            take_back(self.passes.optimizer, last.moved, last.lr)
+            follow(self.passes.model.parameters())
 
     def cut(self, stage: Config, data: Minibatch, take: int) -> list[Minibatch]:
-        """Cut the data of a take into its minibatches, in the order of their updates."""
-        order = key(self.config.run.seed, "minibatches", take)
-        return data.split(stage.learner.minibatches, order)
+        """Cut the data of a take into its minibatches, in the order of their updates: every epoch
+        anew."""
+        seed, minibatches = self.config.run.seed, list[Minibatch]()
+        for epoch in range(stage.learner.epochs):
+            order = key(seed, "minibatches", take, *([epoch] if epoch else []))
+            minibatches += data.split(stage.learner.minibatches, order)
+        return minibatches

@@ -75,7 +75,8 @@ class StageConfig:
     """One stretch of training. It ends at the first of its limits (0 = no such limit)."""
 
     kind: Annotated[
-        Literal["sft", "world_model", "reflect", "dpo", "rl"], Scope.RUN | Scope.REPLAY
+        Literal["sft", "world_model", "reflect", "reward_model", "dpo", "kto", "rl"],
+        Scope.RUN | Scope.REPLAY,
     ] = "rl"
     steps: int = 0  # learner steps
     tokens: int = 0  # trained ACTION tokens
@@ -94,6 +95,8 @@ class StageConfig:
 
 
 SUPERVISED = ("sft", "world_model", "reflect")  # kinds that train on scripted episodes
+PAIRED = ("reward_model", "dpo")  # kinds that compare two members of a group
+PREFERENCES = (*PAIRED, "kto")  # kinds that learn what is better, or good, among rollouts
 
 
 def limits_reached(
