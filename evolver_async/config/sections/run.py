@@ -75,10 +75,12 @@ class StageConfig:
     """One stretch of training. It ends at the first of its limits (0 = no such limit)."""
 
     kind: Annotated[
-        Literal["sft", "world_model", "reflect", "reward_model", "dpo", "kto", "rl"],
+        Literal["sft", "text", "world_model", "reflect", "reward_model", "dpo", "kto", "rl"],
         Scope.RUN | Scope.REPLAY,
     ] = "rl"
     steps: int = 0  # learner steps
+    # passes over the rows of `data`; a run's config.yaml has the steps that they take
+    epochs: float = 0.0
     tokens: int = 0  # trained ACTION tokens
     hours: float = 0.0
     until_success: Fraction = 0.0  # the newest eval/success reaches this value
@@ -94,9 +96,10 @@ class StageConfig:
     override: dict[str, Any] = field(default_factory=dict)
 
 
-SUPERVISED = ("sft", "world_model", "reflect")  # kinds that train on scripted episodes
-PAIRED = ("reward_model", "dpo")  # kinds that compare two members of a group
-PREFERENCES = (*PAIRED, "kto")  # kinds that learn what is better, or good, among rollouts
+SUPERVISED = ("sft", "text", "world_model", "reflect")  # kinds without a policy's own episodes
+BRANCHED = ("world_model", "reflect")  # kinds that try other actions beside the expert's
+PAIRED = ("reward_model", "dpo")  # kinds that compare a better conversation with a worse one
+PREFERENCES = (*PAIRED, "kto")  # kinds that learn which conversations are better, or good
 
 
 def limits_reached(
@@ -151,7 +154,7 @@ class EvalConfig:
     # of the run's own evaluations, by which checkpoint.keep_best, until_success, rollback and a
     # study's best decide; auto: validation, of rows without one test
     split: Literal["auto", Split] = "auto"
-    episodes: Count = 256
+    episodes: int = 256  # 0: there are no evaluations
     # tasks of the split test, evaluated after the last stage alone as eval/test/…; 0: none, and
     # none where test decides
     final_episodes: int = 512
