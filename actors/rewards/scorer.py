@@ -33,7 +33,7 @@ from actors.rewards.own_rewards import (
     value_of,
 )
 from actors.rewards.program_tests import ProgramTests, probe
-from actors.rewards.reward_model import ServedModel, conversation, last_tokens
+from actors.rewards.served_model import ServedModel, conversation, last_tokens
 from actors.rewards.workers import START_S, WorkerPool
 from actors.rollout.episode_config import Setting
 from actors.rollout.finished import Finished, RewardTooLarge, refuse_large

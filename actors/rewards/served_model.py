@@ -27,7 +27,7 @@ def last_tokens(facts: EpisodeFacts) -> list[int]:
     return last.tokens[last.roles != Role.EXPERIENCE].tolist()
 
 
-class _Scored(msgspec.Struct):
+class _ScoreEntry(msgspec.Struct):
     """One entry of an answer: a plain score, vLLM's /classify or its /pooling."""
 
     score: float | None = None
@@ -38,8 +38,8 @@ class _Scored(msgspec.Struct):
         return [self.score] if self.score is not None else self.probs or self.data or []
 
 
-class _Answer(_Scored):
-    data: list[_Scored] | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
+class _ScoreReply(_ScoreEntry):
+    data: list[_ScoreEntry] | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
 
 
 class ServedModel:
@@ -70,7 +70,7 @@ class ServedModel:
         if response.status_code != 200 or len(response.content) > MOST_BYTES:
             raise Unscorable(f"got status {response.status_code}: {shown!r}")
         try:
-            answer = msgspec.json.decode(response.content, type=_Answer)
+            answer = msgspec.json.decode(response.content, type=_ScoreReply)
         except (ValueError, RecursionError) as error:
             raise Unscorable(f"got no score: {error}: {shown!r}") from None
         found = (
