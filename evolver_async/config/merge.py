@@ -100,6 +100,8 @@ def override(config: Config, tree: dict[str, Any]) -> Config:
     Only the named sections are structured, which takes a twentieth of the time, unless a text of
     the tree or of these sections has `${`, or the tree names an environment.
     """
+    if "reward" in tree:
+        tree = tree | {"reward": expanded(tree["reward"])}
     named = [vars(config)[name] for name in tree if name in vars(config)]
     if "stages" in tree or "name" in environment(tree) or "${" in repr((tree, named)):
         return to_config(apply(structured(config), escaped(tree, ".override")))

@@ -50,6 +50,14 @@ def tokenizer_hash(directory: str | Path) -> str:
     return digest.hexdigest()
 
 
+def same_tokens(one: str | Path, other: str | Path) -> bool:
+    """Return True if the tokenizers of two directories give the same numbers to the same text.
+
+    Their templates and what ends a turn can differ.
+    """
+    return _tokenizer_json(one).read_bytes() == _tokenizer_json(other).read_bytes()
+
+
 def end_tokens(directory: str | Path) -> frozenset[int]:
     """Return the tokens that `generation_config.json` says a turn can end with; none without it.
 

@@ -13,6 +13,7 @@ from evolver_async.model import policy
 from evolver_async.model.projection import TokenMasks
 from evolver_async.model.rows.borders import Borders
 from learner.data.batch import MicroBatch, Minibatch
+from learner.data.packing import Layout
 from learner.loss.accounting import Accounting
 from learner.optimize.critic import Critic, CriticTraining
 from learner.optimize.distillation import Distillation
@@ -31,7 +32,9 @@ MicroLoss = Callable[
 
 
 class StepPasses:
-    """StepPasses of `models` over minibatches."""
+    """Passes of the policy of `models` over minibatches."""
+
+    name = "policy"  # of the model, for its token budgets
 
     def __init__(self, models: Models, config: Config, timers: Timers) -> None:
         self.models = models
@@ -39,6 +42,20 @@ class StepPasses:
         self.timers = timers
         self.ranks = models.ranks
         self.device = models.ranks.device
+
+    @property
+    def model(self) -> torch.nn.Module:
+        """The model that trains; `optimizer` moves it."""
+        return self.models.model
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        return self.models.optimizer
+
+    @property
+    def layout(self) -> Layout:
+        """Layout of the model's rows."""
+        return self.models.layout
 
     def gradients(
         self,
@@ -85,14 +102,14 @@ class StepPasses:
         limit: int,
     ) -> Iterator[tuple[torch.Tensor, dict[str, torch.Tensor]]]:
         """Yield the loss and the terms of this rank's micro-batches of at most `limit` tokens."""
-        layout = self.models.layout
+        layout = self.layout
         budget = self.ranks.budget(limit, partial(minibatch.laid_lengths, layout))
         for micro in self.ranks.passes(minibatch.micro_batches(budget, self.device, layout)):
             with self.timers("forward"):
                 compute = partial(self._idle, critic, layout != "padded")
                 if micro is not None:
                     compute = partial(self._loss, stage, micro, minibatch, loss, accounting, critic)
-                found = within(self.models.model, compute)
+                found = within(self.model, compute)
             yield found
 
     def _idle(
@@ -119,9 +136,9 @@ class StepPasses:
         """Return the tokens of one forward pass; with a setting of 0 they are measured once."""
         if stage.learner.token_budget:
             return stage.learner.token_budget
-        budgets, trained = self.models.token_budgets, critic is not None
+        budgets, trained = self.models.token_budgets, (self.name, critic is not None)
         if trained not in budgets:
-            moved = [self.models.optimizer] + ([critic.optimizer] if critic else [])
+            moved = [self.optimizer] + ([critic.optimizer] if critic else [])
             probe = partial(self._probe, stage, critic)
             try:
                 budgets[trained] = measured(probe, moved, self.ranks, self.config.policy.max_length)
@@ -136,20 +153,27 @@ class StepPasses:
         length = self.config.policy.max_length
         tokens_BT = torch.zeros(tokens // length, length, dtype=torch.long, device=self.device)
         borders = None
-        if self.models.layout != "padded":
+        if self.layout != "padded":
             borders = Borders.of([length] * len(tokens_BT), self.device)
             tokens_BT = tokens_BT.view(1, -1)
+        compute = partial(self._computed, stage, critic, tokens_BT, borders)
+        within(self.model, compute).backward()
 
-        def compute() -> torch.Tensor:
-            hidden_BTD = policy.hidden_states(self.models.model, tokens_BT, borders)
-            hidden_ND, target_N = hidden_BTD[:, :-1].flatten(0, 1), tokens_BT[:, 1:].flatten()
-            logprobs_N, entropy_N = self._logprobs(stage, hidden_ND, target_N)
-            value = (logprobs_N + entropy_N).sum()
-            if critic is not None:
-                value = value + critic.values(hidden_BTD, tokens_BT, borders).sum()
-            return value
-
-        within(self.models.model, compute).backward()
+    def _computed(
+        self,
+        stage: Config,
+        critic: Critic | None,
+        tokens_BT: torch.Tensor,
+        borders: Borders | None,
+    ) -> torch.Tensor:
+        """Return a number that depends on all that a pass over these tokens computes."""
+        hidden_BTD = policy.hidden_states(self.models.model, tokens_BT, borders)
+        hidden_ND, target_N = hidden_BTD[:, :-1].flatten(0, 1), tokens_BT[:, 1:].flatten()
+        logprobs_N, entropy_N = self._logprobs(stage, hidden_ND, target_N)
+        value = (logprobs_N + entropy_N).sum()
+        if critic is not None:
+            value = value + critic.values(hidden_BTD, tokens_BT, borders).sum()
+        return value
 
     def _loss(
         self,

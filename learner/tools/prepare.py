@@ -24,12 +24,12 @@ from evolver_async.memory.gpu_needs import gpus_used
 from evolver_async.model import gguf, policy
 from evolver_async.model.precision import FASTER, gains, load_policy, on_gpu
 from evolver_async.process.setup import RoleArgs
-from learner.optimize import model
+from learner.optimize import model, reward_model
 from learner.tools.timed_passes import timed
 
 log = logging.getLogger(__name__)
 
-NAMES_KEY = re.compile(r"(policy|learner)\.[a-z_.]+: ")
+NAMES_KEY = re.compile(r"(policy|learner|reward_model)\.[a-z_.]+: ")
 
 
 def main(args: RoleArgs) -> int:
@@ -51,6 +51,8 @@ def main(args: RoleArgs) -> int:
         if config.policy.dtype == "auto":
             config = _decide(config, args.run_dir, scratch)
         loaded = _load(config)
+        if any(stage.kind == "reward_model" for stage in config.stages):
+            reward_model.check(config)
     except policy.ModelError as error:
         said = " ".join(str(error).split())
         named = NAMES_KEY.match(said)

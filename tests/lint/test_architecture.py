@@ -73,6 +73,7 @@ HOMES: dict[str, tuple[str, ...]] = {
         "actors.experience.embedding_endpoint",
         "actors.llm.endpoint_client",
         "actors.adapters.service_client",
+        "actors.rewards.served_model",  # a reward model at a URL, which answers one number
         "actors.endpoint.textarena_selfplay",
     ),
     "uvicorn": ("actors.endpoint.http_server",),
@@ -105,6 +106,7 @@ HOMES: dict[str, tuple[str, ...]] = {
         "evolver_async.weights",
         "actors.engines",
         "actors.weights",
+        "actors.rewards.sequence_classifier",  # of a process of its own
         "learner",
     ),
 }

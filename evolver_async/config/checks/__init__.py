@@ -18,7 +18,14 @@ from evolver_async.config.checks.process_checks import (
     scaling,
     timeouts,
 )
-from evolver_async.config.checks.stage_checks import eval_sets, limits, served_tools, stages, tasks
+from evolver_async.config.checks.stage_checks import (
+    eval_sets,
+    limits,
+    reward_models,
+    served_tools,
+    stages,
+    tasks,
+)
 from evolver_async.config.effective.changes import effective
 from evolver_async.config.sections import Config
 from evolver_async.config.sections.run import SUPERVISED
@@ -32,7 +39,7 @@ def check(config: Config) -> None:
     _refuse(
         chain(
             *(gpus(config), cluster(config), scaling(config), no_sockets(config)),
-            *(weight_channel(config), stages(config), reward(config)),
+            *(weight_channel(config), stages(config)),
         )
     )
 
@@ -48,6 +55,7 @@ def check_stage(config: Config, index: int) -> None:
     _refuse(chain(timeouts(config), buffer_address(config)))
     kind = config.stages[index].kind
     _refuse(chain(limits(config, index), learner(config)))
+    _refuse(chain(reward(config), reward_models(config, index)))
     _refuse(chain(agent(config), mechanisms(config), served_tools(config)))
     if kind not in SUPERVISED:
         _refuse(guidance(config))

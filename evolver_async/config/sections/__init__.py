@@ -16,6 +16,7 @@ from evolver_async.config.sections.learner import (
     CriticConfig,
     LearnerConfig,
     LossConfig,
+    RewardModelConfig,
     SafetyConfig,
     SelectionConfig,
 )
@@ -62,6 +63,9 @@ class Config:
     selection: Annotated[SelectionConfig, Scope.LEARNER] = field(default_factory=SelectionConfig)
     advantage: Annotated[AdvantageConfig, Scope.LEARNER] = field(default_factory=AdvantageConfig)
     critic: Annotated[CriticConfig, Scope.LEARNER] = field(default_factory=CriticConfig)
+    reward_model: Annotated[RewardModelConfig, Scope.LEARNER] = field(
+        default_factory=RewardModelConfig
+    )
     correction: Annotated[CorrectionConfig, Scope.LEARNER] = field(default_factory=CorrectionConfig)
     loss: Annotated[LossConfig, Scope.LEARNER] = field(default_factory=LossConfig)
     learner: Annotated[LearnerConfig, Scope.LEARNER] = field(default_factory=LearnerConfig)

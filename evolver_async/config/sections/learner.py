@@ -16,6 +16,7 @@ from evolver_async.config.values.kinds import (
 )
 from evolver_async.config.values.rules import (
     Count,
+    FilePath,
     Fraction,
     Open,
     Positive,
@@ -69,7 +70,7 @@ class AdvantageConfig:
     # rollout.players: what a player's rewards are compared with: those of the same player in the
     # group, or those of all its players
     baseline: Literal["player", "shared"] = "player"
-    # b <- decay * b + (1 - decay) * mean reward, from 0 at the beginning of a stage
+    # b <- decay * b + (1 - decay) * mean reward, or return, from 0 at the beginning of a stage
     baseline_decay: Fraction = 0.9
     alpha: float = 0.1  # weight of the judge's labels beside the outcome
     # from 0: the end of a cosine of alpha over the stage's steps; -1: alpha is constant
@@ -92,6 +93,17 @@ class AdvantageConfig:
     def facts(self) -> AdvantageKind:
         """Return the declaration of the kind."""
         return ADVANTAGES.get(self.kind, AdvantageKind())
+
+
+@dataclass
+class RewardModelConfig:
+    """The reward model that stages of kind reward_model train, from pairs."""
+
+    # directory that it begins as, of a causal language model or a sequence classifier with one
+    # label, with the policy's tokenizer; "": the policy as it is when the first such stage begins
+    path: Annotated[str, FilePath(), OF_RUN | Scope.WEIGHTS] = ""
+    # weight of the squared sum of a pair's rewards, which keeps their mean near 0
+    centre_coef: float = 0.0
 
 
 @dataclass
@@ -164,6 +176,9 @@ class LossConfig:
     # dpo stages: weight of the better member's negative log-likelihood, the mean over its tokens.
     # It keeps both members of a pair from becoming unlikely together
     dpo_nll_coef: float = 0.0
+    kto_beta: Positive = 0.1  # kto stages: strength of the pull towards the reference
+    kto_desirable: Positive = 1.0  # kto stages: weight of the episodes that succeeded ...
+    kto_undesirable: Positive = 1.0  # ... and of those that failed
     # episodes that a limit of tokens or of time ended (rollout.max_tokens in the last turn,
     # policy.max_length, env.episode_timeout_s) give no gradient; they stay in the baseline of their
     # group
@@ -205,7 +220,8 @@ class LearnerConfig:
     """The training loop."""
 
     groups_per_step: Annotated[Count, Scope.STAGE] = 32  # B: groups of one step
-    minibatches: Count = 4  # optimizer updates of one step
+    minibatches: Count = 4  # optimizer updates of one pass over a step's groups
+    epochs: Count = 1  # passes over a step's groups
     # tokens of a pass, with padding, shared ones once; 0: what a GPU holds
     token_budget: int = 16384
     # rows one behind the other in a single one, instead of padded

@@ -273,6 +273,11 @@ STEP = "learner.minibatches=1"
                 ("dpo", "selection", "kind", "spread"),
                 ("dpo", "selection", "keep", "0.25"),
                 ("dpo", "experience", "reliance_coef", "1"),
+                ("kto", "loss", "dpo_beta", "0.2"),
+                ("kto", "advantage", "kind", "rloo"),
+                ("reward_model", "loss", "kto_beta", "0.2"),
+                ("reward_model", "loss", "entropy_top_k", "4"),
+                ("dpo", "reward_model", "centre_coef", "0.1"),
                 ("rl", "tasks", "solved", "0"),
             )
             for key in (f"{section}.{name}",)
