@@ -1,4 +1,4 @@
-"""Models of a learner: the policy with its optimizer, the KL reference and the critic."""
+"""Models of a learner: policy with its optimizer, KL reference, critic, teacher."""
 
 from functools import cached_property, partial
 from pathlib import Path
@@ -18,6 +18,7 @@ from evolver_async.weights.channel.weight_source import WeightSource, WholeTenso
 from learner.data.packing import Layout
 from learner.optimize.adamw import make_adamw
 from learner.optimize.critic import Critic
+from learner.optimize.teacher import Teacher
 from learner.optimize.tensors import load_optimizer, load_weights, save_tensors
 from learner.ranks.gathered import GatheredWeights
 from learner.ranks.mesh import Ranks, within
@@ -77,7 +78,7 @@ def layout_of(config: Config, model: PreTrainedModel, device: torch.device) -> L
 
 
 class Models:
-    """Policy and optimizer, and, if a stage asks for them, a frozen reference and a critic."""
+    """Policy and optimizer; if a stage asks for them a frozen reference, a critic, a teacher."""
 
     def __init__(self, config: Config, ranks: Ranks) -> None:
         self.config = config
@@ -93,6 +94,7 @@ class Models:
         )
         self.reference: torch.nn.Module | None = None
         self.critic: Critic | None = None
+        self.teacher: Teacher | None = None
         self._probe_text: list[int] | None = None  # written when weights are first published
         self.token_budgets: dict[bool, int] = {}  # measured, without and with a critic
 
@@ -131,6 +133,16 @@ class Models:
             self.reference = self._load_reference()
             policy.load_state(self.reference, policy.state_tensors(self.model))
             self.token_budgets.clear()  # there is less memory from here on
+
+    def ensure_teacher(self, stage: Config) -> None:
+        """Load the teacher that a stage names, or free the memory of one that it does not."""
+        path = stage.teacher.path
+        if path == (self.teacher.path if self.teacher is not None else ""):
+            return
+        self.teacher = None
+        if path:
+            self.teacher = Teacher(self.config, path, self.ranks, self.layout)
+        self.token_budgets.clear()
 
     def ensure_critic(self) -> Critic:
         """Return the critic; the first call makes it from the policy as it is then."""

@@ -74,6 +74,7 @@ HOMES: dict[str, tuple[str, ...]] = {
         "actors.llm.endpoint_client",
         "actors.adapters.service_client",
         "actors.endpoint.textarena_selfplay",
+        "learner.optimize.teacher_endpoint",
     ),
     "uvicorn": ("actors.endpoint.http_server",),
     "wandb": ("evolver_async.metrics.wandb_upload",),

@@ -43,7 +43,7 @@ def planned(*dotlist: str, gpu: bool = False) -> MemoryPlan:
 
 def part(plan: MemoryPlan, role: str, name: str) -> float:
     (found,) = [one for one in plan.processes if one.role == role]
-    return next((one.size for one in found.parts if one.name == name), 0.0)
+    return sum(one.size for one in found.parts if one.name == name)
 
 
 @pytest.mark.parametrize("path", ["", *map(str, MODELS)], ids=lambda path: Path(path).name)
@@ -80,6 +80,19 @@ def test_a_reference_is_one_copy_and_a_separate_critic_is_trained_too() -> None:
     assert reference == 4 * SHAPE.parameters
     critic = planned("advantage={kind: gae}", "critic.kind=separate")
     assert part(critic, "learner", "critic") == 16 * SHAPE.decoder
+
+
+def test_a_teacher_is_one_copy_of_its_own_model_of_which_ranks_share_the_layers() -> None:
+    path = next(path for path in MODELS if path.name == "Qwen2.5-7B-Instruct")
+    shape = shape_of(load(RECIPE, [f"policy.path={path}"]))
+    assert shape is not None and part(planned(), "learner", "teacher") == 0
+    given = (f"teacher.path={path}", "launch.kind=local")
+    assert part(planned(*given), "learner", "teacher") == 4 * shape.parameters
+    shared = part(planned(*given, "learner.ranks=2"), "learner", "teacher")
+    assert shared == 2 * shape.parameters + 4 * shape.embedding
+    assert part(planned(*given, "teacher.coef=0"), "learner", "teacher") == 0
+    rounded = planned(*given, "policy.dtype=bfloat16")
+    assert part(rounded, "learner", "rounded weights") == 2 * SHAPE.decoder + 2 * shape.decoder
 
 
 def test_adapters_count_by_the_last_part_of_their_targets() -> None:
