@@ -122,7 +122,7 @@ def shape_of(config: Config) -> DecoderShape | None:
 
 
 def teacher_shape(config: Config) -> DecoderShape | None:
-    """Return the shape of the model of a stage's `teacher.path`; None if unknown, or without one."""
+    """Return the shape of the model of `teacher.path`; None if it is unknown, or without one."""
     if not config.teacher.path:
         return None
     policy = replace(config.policy, path=config.teacher.path, revision="")

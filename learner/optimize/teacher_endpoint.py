@@ -26,7 +26,7 @@ EXCERPT = 300  # characters of a refusal
 
 
 class TeacherEndpoint:
-    """Calls of `settings.url`. Raises TrainingError, naming the key, if one stays without answer."""
+    """Calls of `settings.url`. TrainingError, which names the key, if one stays without answer."""
 
     def __init__(self, settings: TeacherConfig) -> None:
         headers = {}
@@ -36,11 +36,12 @@ class TeacherEndpoint:
         self._settings = settings
         self._client = httpx.Client(timeout=settings.timeout_s, headers=headers)
 
-    def top(
-        self, rows: list[list[int]], texts: Callable[[int], str]
-    ) -> list[tuple[Array, Array]]:
-        """Return the `top_k` likeliest tokens at each place of every row but the first, int64[T - 1,
-        K], and their log-probs, float32[T - 1, K]. texts: of a token, in the policy's tokenizer."""
+    def top(self, rows: list[list[int]], texts: Callable[[int], str]) -> list[tuple[Array, Array]]:
+        """Return the `top_k` likeliest tokens at each place of every row but the first.
+
+        They are int64[T - 1, K], with log-probs float32[T - 1, K]. texts: of a token, in the
+        policy's tokenizer.
+        """
 
         def of(row: list[int]) -> tuple[Array, Array]:
             return self._read(row, self._call(row), texts)
@@ -83,7 +84,11 @@ class TeacherEndpoint:
             for index, listed in enumerate(places):
                 own = listed[str(row[index + 1])]  # always listed, whatever its rank
                 said, ours = own.get("decoded_token"), texts(row[index + 1])
-                if said is not None and "\ufffd" not in said + ours and said.strip() != ours.strip():
+                if (
+                    said is not None
+                    and "\ufffd" not in said + ours
+                    and said.strip() != ours.strip()
+                ):
                     token = f"token {row[index + 1]} is {said!r} there and {ours!r} here"
                     raise TrainingError(f"{where}: has another tokenizer: {token}")
                 likeliest = sorted(listed.items(), key=lambda one: -one[1]["logprob"])[:most]

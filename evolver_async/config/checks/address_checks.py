@@ -86,7 +86,9 @@ def _port(key: str, port: int) -> Iterator[tuple[str, str]]:
         yield key, f"{port} is not a port (1 to 65535)"
 
 
-def endpoint(key: str, llm: LlmConfig | EmbeddingConfig | TeacherConfig) -> Iterator[tuple[str, str]]:
+def endpoint(
+    key: str, llm: LlmConfig | EmbeddingConfig | TeacherConfig
+) -> Iterator[tuple[str, str]]:
     """Require a model and its URL, without login or query, because files will hold it."""
     for name in ("url", "model"):
         if not getattr(llm, name):

@@ -45,7 +45,7 @@ def pairs(text: str) -> tuple[list[int], list[int]]:
 
 
 def test_the_chunks_of_a_batch_are_action_tokens_alone():
-    batch = collated(make_groups(3, 3, 3))
+    batch = collated(make_groups(3, 20, 4))
     special = 5
     found = align(batch, Texts(ends, pairs, frozenset({special})))
     assert found.batch is not None
@@ -68,6 +68,6 @@ def test_the_chunks_of_a_batch_are_action_tokens_alone():
 
 
 def test_a_row_that_the_teacher_cannot_read_has_no_chunk():
-    batch = collated(make_groups(3, 3, 3))
+    batch = collated(make_groups(3, 20, 4))
     found = align(batch, Texts(ends, lambda text: None, frozenset()))
     assert found.batch is None and found.chunks == 0 and (found.chunk_N == -1).all()

@@ -79,7 +79,9 @@ def test_tokens_that_are_not_listed_count_as_one(kind, beta):
             pair.append([*(of_V[token] for token in kept)])
             pair[-1].append(1 - sum(pair[-1]))
         assert found == pytest.approx(looped(*pair, kind, beta), rel=1e-6)
-        whole = looped(*(softmax(one[row].tolist()) for one in (teacher_NV, student_NV)), kind, beta)
+        whole = looped(
+            *(softmax(one[row].tolist()) for one in (teacher_NV, student_NV)), kind, beta
+        )
         assert found <= whole, "merging tokens loses differences"
     found_N.sum().backward()
     assert student_NV.grad is not None and student_NV.grad.isfinite().all()

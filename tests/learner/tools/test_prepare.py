@@ -76,7 +76,9 @@ def test_a_teacher_is_compared_with_the_policy_before_a_start(tmp_path: Path) ->
 
     assert refused(f"teacher.path={tmp_path / 'nowhere'}").startswith("teacher.path: ")
     other = f"teacher.path={tmp_path / 'other'}"
-    assert refused(other, "teacher.divergence=jsd").startswith("teacher.divergence: must be reverse")
+    assert refused(other, "teacher.divergence=jsd").startswith(
+        "teacher.divergence: must be reverse"
+    )
     assert refused(f"teacher.path={tmp_path / 'short'}").startswith("teacher.path: ")
     unheard = ("teacher={url: 'http://127.0.0.1:9/v1', model: m, retries: 0}", "launch.kind=local")
     assert refused(*unheard).startswith("teacher.url: ")
