@@ -92,6 +92,7 @@ def settings_of(name: str, directory: Path) -> tuple[Config, str, list[Group]]:
         settings.teacher.path = str(directory / ("taller" if name == "teacher" else "worded"))
         settings.teacher.divergence = "jsd" if name == "teacher" else "reverse"
         settings.learner.token_budget, settings.learner.logprob_chunk = 64, 3
+        settings.learner.lr = 1e-3  # a larger rate makes more of rounding
         return settings, "rl", guided_groups(5)
     if name == "vcpo":
         settings = guided_config(plain, "strip", kind="vcpo")
