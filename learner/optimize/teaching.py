@@ -31,7 +31,7 @@ TEACHER_KL, TEACHER_TOKENS = "teacher/kl", "teacher/tokens"
 
 
 class Known(Protocol):
-    """What is known of a teacher about the tokens of a step."""
+    """Knowledge of a teacher about the tokens of a step."""
 
     def read(self, micro: MicroBatch | None) -> torch.Tensor | None:
         """Compute what a micro-batch needs before the student's pass; all ranks call it."""
