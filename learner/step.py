@@ -42,6 +42,7 @@ from learner.optimize.logprobs import Scorer, comes_late, late_anchor, step_logp
 from learner.optimize.model import Models
 from learner.optimize.reward_passes import RewardPasses
 from learner.optimize.step_passes import MicroLoss, StepPasses
+from learner.optimize.teaching import Teaching, teaching_of
 from learner.optimize.updates import Applied, Failure, Stepper, UpdateLimits
 from learner.ranks.mesh import Ranks, alone
 from learner.state import LearnerState
@@ -93,11 +94,12 @@ class Updater(Models):
             reward_model.write(self.config, tensors, directory)
 
     def enter(self, stage: Config, state: LearnerState) -> None:
-        """Carry out a stage's beginning once, and make the reference at every start."""
+        """Carry out a stage's beginning once; make reference and teacher at every start."""
         if state.entered < state.stage:
             self.begin_stage(stage, state.stage)
             state.entered = state.stage
         self.ensure_reference(stage, state.stage)
+        self.ensure_teacher(stage)
 
     def step(
         self,
@@ -150,7 +152,9 @@ class Updater(Models):
             applied = self._update(stage, batch.whole(), loss, state, steps, of=self.reward_stepper)
             self._check_finite(state, applied, batch)
         else:
-            applied = self._update(stage, batch.whole(), supervised_loss, state, steps)
+            teaching = self._teaching(stage, batch, "token_mean")
+            given = stage, batch.whole(), supervised_loss, state, steps
+            applied = self._update(*given, teaching=teaching)
             self._check_finite(state, applied, batch)
         return Trained(kind, groups, split, chosen, batch, applied, credit)
 
@@ -203,7 +207,9 @@ class Updater(Models):
         )
         critic = self._critic_training(stage, values, advantages.return_N, state.critic_steps)
         distillation = distillation_of(stage, batch, critic, self.layout)
-        applied = self._update(stage, trains, loss, state, steps, critic, distillation)
+        teaching = self._teaching(stage, batch, stage.loss.aggregation, critic)
+        given = stage, trains, loss, state, steps, critic, distillation, teaching
+        applied = self._update(*given)
         if unfit := len(advantages.left_out):
             log.error("take %d: %d groups have no finite advantage", state.take, unfit)
         if not advantages.finite_P.any():
@@ -268,6 +274,22 @@ class Updater(Models):
             warms_up,
         )
 
+    def _teaching(
+        self,
+        stage: Config,
+        batch: Batch,
+        aggregation: str,
+        critic: CriticTraining | None = None,
+    ) -> Teaching | None:
+        """Set up the teacher's part of the updates; None without one, or while a critic warms up,
+        which leaves the policy unchanged."""
+        taught = stage.teacher.path or stage.teacher.url
+        if not taught or (critic is not None and critic.warms_up):
+            return None
+        with self.timers("teacher"):
+            score = self._scorer(stage)
+            return teaching_of(stage, batch, aggregation, self.teacher, score, self.tokenizer)
+
     def _update(
         self,
         stage: Config,
@@ -278,6 +300,7 @@ class Updater(Models):
         critic: CriticTraining | None = None,
         distillation: Distillation | None = None,
         of: Stepper | None = None,
+        teaching: Teaching | None = None,
     ) -> Applied:
         return (of or self.stepper)(
             stage,
@@ -285,6 +308,7 @@ class Updater(Models):
             loss,
             critic,
             distillation,
+            teaching,
             UpdateLimits.of(stage, loss),
             take=state.take,
             step=state.stage_step,

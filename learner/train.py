@@ -50,6 +50,7 @@ PHASES = {  # activities in words
     "forward": "forward and backward",
     "backward": "forward and backward",
     "distill": "distillation",
+    "teacher": "teacher",
     OTHER: "collation",
 }
 POLL_S = 0.5  # between checks for results of an evaluation, or for the end of a pause

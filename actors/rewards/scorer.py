@@ -48,7 +48,7 @@ from evolver_async.config.sections.reward import (
 from evolver_async.config.sections.run import PREFERENCES
 from evolver_async.extension import is_own
 from evolver_async.launch.run_directory import reward_model_of
-from evolver_async.model.tokenizer import ModelError, same_tokens
+from evolver_async.model.tokenizer import ModelError, same_tokenizer
 from evolver_async.rewards import reaches
 from evolver_async.schema import Task, TurnFlag
 
@@ -226,7 +226,7 @@ class RewardScorer:
             given: dict[str, Any] = {"directory": str(directory)}
             if reads_tokens is None:  # the first call loads the model, beside its time
                 try:
-                    alike = same_tokens(directory, self._config.policy.path)
+                    alike = same_tokenizer(directory, self._config.policy.path)
                 except ModelError as error:
                     raise Unscorable(f"found no model: {error}") from None
                 call = self._models.call, CLASSIFIER, given | {"tokens": [0]}, {}, START_S

@@ -15,7 +15,7 @@ from evolver_async.config import Config
 from evolver_async.config.load import stage_config
 from evolver_async.config.sections.reward import REWARD_MODEL
 from evolver_async.config.sections.weight_channel import channel, versions_kept
-from evolver_async.config.shape import DecoderShape, shape_of
+from evolver_async.config.shape import DecoderShape, shape_of, teacher_shape
 from evolver_async.memory.bounds import MAX_COPIED
 from evolver_async.memory.units import DTYPE_BYTES, FLOAT, MIB, stored
 from evolver_async.memory.vllm_limits import cpu_kv_bytes
@@ -99,6 +99,8 @@ def memory_plan(
     if rounds and not learner_gpu and config.learner.ranks == 1:
         kept = [one for one in parts if one.name in ("weights", "KL reference", "critic")]
         parts += (_rounded(shape, sum(one.size > 0 for one in kept)),)
+        if (teacher := largest_teacher(stages)) is not None:
+            parts += (_rounded(teacher, 1),)
     learner = ProcessPlan("learner", config.learner.ranks, parts)
     actors = config.actors.bounds()[1]
     of_actor = tuple(_actor(acting, stages, shape, actor_gpu))
@@ -169,6 +171,10 @@ def _learner(
     if any(stage.loss.kl_coef > 0 for stage in rl) or _kinds(config) & {"dpo", "kto"}:
         shares = adapted and ranks == 1
         yield MemoryPart("KL reference", 0 if shares else copy / ranks, "loss.kl_coef", gpu)
+    if (teacher := largest_teacher(stages)) is not None:
+        # Ranks share its layers, and each has the head.
+        head = DTYPE_BYTES[config.policy.decided_dtype] * teacher.embedding if ranks > 1 else 0
+        yield MemoryPart("teacher", _copy(config, teacher) / ranks + head, "teacher.path", gpu)
     if any(stage.advantage.facts.critic for stage in rl):
         yield MemoryPart("critic", _critic(config, shape), "critic.kind", gpu)
     if "reward_model" in _kinds(config):
@@ -191,6 +197,12 @@ def _learner(
     kept = versions_kept(config) if channel(config) == "collective" else 0
     gathered = published if ranks > 1 else 0
     yield MemoryPart("published weights", (1 + kept) * published + gathered, "weights.kind")
+
+
+def largest_teacher(stages: list[Config]) -> DecoderShape | None:
+    """Return the shape of the largest teacher of these stages, of which one is held at a time."""
+    shapes = [shape for stage in stages if (shape := teacher_shape(stage)) is not None]
+    return max(shapes, key=lambda shape: shape.parameters, default=None)
 
 
 def _critic(config: Config, shape: DecoderShape) -> float:

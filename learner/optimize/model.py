@@ -1,4 +1,4 @@
-"""Models of a learner: the policy with its optimizer, the KL reference, critic, reward model."""
+"""Models of a learner: policy with its optimizer, KL reference, critic, reward model, teacher."""
 
 from functools import cached_property, partial
 from pathlib import Path
@@ -20,6 +20,7 @@ from learner.optimize import reward_model
 from learner.optimize.adamw import make_adamw
 from learner.optimize.critic import Critic
 from learner.optimize.reward_model import RewardModel
+from learner.optimize.teacher import Teacher
 from learner.optimize.tensors import load_optimizer, load_weights, save_tensors
 from learner.ranks.gathered import GatheredWeights
 from learner.ranks.mesh import Ranks, within
@@ -79,7 +80,8 @@ def layout_of(config: Config, model: PreTrainedModel, device: torch.device) -> L
 
 
 class Models:
-    """Policy and optimizer; if a stage asks for them, a frozen reference, critic, reward model."""
+    """Policy and optimizer; if a stage asks for them, a frozen reference, a critic, a reward model,
+    a teacher."""
 
     def __init__(self, config: Config, ranks: Ranks) -> None:
         self.config = config
@@ -96,6 +98,7 @@ class Models:
         self.reference: torch.nn.Module | None = None
         self.critic: Critic | None = None
         self.reward_model: RewardModel | None = None
+        self.teacher: Teacher | None = None
         self._probe_text: list[int] | None = None  # written when weights are first published
         # measured, by the model that trains, without and with a critic
         self.token_budgets: dict[tuple[str, bool], int] = {}
@@ -142,6 +145,16 @@ class Models:
             self.reference = self._load_reference()
             policy.load_state(self.reference, policy.state_tensors(self.model))
             self.token_budgets.clear()  # there is less memory from here on
+
+    def ensure_teacher(self, stage: Config) -> None:
+        """Load the teacher that a stage names, or free the memory of one that it does not."""
+        path = stage.teacher.path
+        if path == (self.teacher.path if self.teacher is not None else ""):
+            return
+        self.teacher = None
+        if path:
+            self.teacher = Teacher(self.config, path, self.ranks, self.layout)
+        self.token_budgets.clear()
 
     def ensure_critic(self) -> Critic:
         """Return the critic; the first call makes it from the policy as it is then."""

@@ -17,7 +17,7 @@ from evolver_async.model import policy
 from evolver_async.model.policy import ModelError
 from evolver_async.model.precision import stored_dtype
 from evolver_async.model.rows.borders import Borders
-from evolver_async.model.tokenizer import same_tokens
+from evolver_async.model.tokenizer import same_tokenizer
 from learner.data.packing import Layout
 from learner.optimize.adamw import make_adamw
 from learner.ranks.mesh import whole_tensor
@@ -83,7 +83,7 @@ def check(config: Config) -> None:
         raise ModelError(f"{key}: {source} makes no reward model: {error}") from error
     if HEAD not in model.state_dict() or model.base_model is model:
         raise ModelError(f"{key}: {type(model).__name__} has no decoder with a linear head `score`")
-    if not same_tokens(source, config.policy.path):
+    if not same_tokenizer(source, config.policy.path):
         raise ModelError(f"{key}: {source} has another tokenizer than the policy")
 
 

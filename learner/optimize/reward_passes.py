@@ -9,7 +9,7 @@ from learner.data.packing import Layout
 from learner.loss.accounting import Accounting
 from learner.optimize.critic import Critic, CriticTraining
 from learner.optimize.reward_model import RewardModel
-from learner.optimize.step_passes import MicroLoss, StepPasses
+from learner.optimize.step_passes import MicroLoss, StepPasses, Taught
 
 
 class RewardPasses(StepPasses):
@@ -43,6 +43,7 @@ class RewardPasses(StepPasses):
         loss: MicroLoss,
         accounting: Accounting,
         critic: CriticTraining | None,
+        taught: Taught | None,
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         score_K = self.reward_model(micro.tokens_BT, micro.borders, micro.read_K)
         score_B = score_K.index_select(0, micro.end_B)
@@ -61,5 +62,6 @@ class RewardPasses(StepPasses):
         critic: Critic | None,
         tokens_BT: torch.Tensor,
         borders: Borders | None,
+        known_ND: torch.Tensor | None,
     ) -> torch.Tensor:
         return self.reward_model(tokens_BT, borders).sum()

@@ -21,6 +21,7 @@ from learner.optimize.adamw import clear, update
 from learner.optimize.critic import CriticTraining
 from learner.optimize.distillation import Distillation
 from learner.optimize.step_passes import MicroLoss, StepPasses
+from learner.optimize.teaching import Teaching
 
 log = logging.getLogger(__name__)
 
@@ -120,6 +121,7 @@ class Stepper:
         loss: MicroLoss,
         critic: CriticTraining | None,
         distillation: Distillation | None,
+        teaching: Teaching | None,
         limits: UpdateLimits,
         *,
         take: int,
@@ -137,7 +139,7 @@ class Stepper:
         bound = math.inf if critic is not None and critic.warms_up else limits.target_kl
         for minibatch in self.cut(stage, data, take):
             found = Accounting()
-            given = stage, minibatch, loss, found, critic, distillation
+            given = stage, minibatch, loss, found, critic, distillation, teaching
             total, terms = self.passes.gradients(*given)
             # Ranks have to decide alike, by the data of all of them. Without a decision nothing is
             # sent.

@@ -75,6 +75,7 @@ HOMES: dict[str, tuple[str, ...]] = {
         "actors.adapters.service_client",
         "actors.rewards.served_model",  # a reward model at a URL, which answers one number
         "actors.endpoint.textarena_selfplay",
+        "learner.optimize.teacher_endpoint",
     ),
     "uvicorn": ("actors.endpoint.http_server",),
     "wandb": ("evolver_async.metrics.wandb_upload",),

@@ -57,6 +57,9 @@ def make_policies(directory: Path) -> None:
             intermediate_size=32,
             max_length=64,
         )
+    for name, words in (("taller", []), ("worded", ["phoen", "fro"])):
+        sizes = {"hidden_size": 24, "layers": 3, "heads": 2, "intermediate_size": 32}
+        policy.make_tiny(directory / name, seed=1, max_length=64, words=words, **sizes)
     tied = directory / "tied"
     about = json.loads((tied / "config.json").read_text())
     (tied / "config.json").write_text(json.dumps(about | {"tie_word_embeddings": True}))
@@ -83,6 +86,13 @@ def settings_of(name: str, directory: Path) -> tuple[Config, str, list[Group]]:
         settings = guided_config(plain, "distill", kind="decoupled")
         settings.learner.packing = True
         settings.learner.token_budget, settings.learner.logprob_chunk = 64, 3
+        return settings, "rl", guided_groups(5)
+    if name in ("teacher", "teacher_text"):
+        settings = guided_config(plain, "strip", kind="decoupled")
+        settings.teacher.path = str(directory / ("taller" if name == "teacher" else "worded"))
+        settings.teacher.divergence = "jsd" if name == "teacher" else "reverse"
+        settings.learner.token_budget, settings.learner.logprob_chunk = 64, 3
+        settings.learner.lr = 1e-3  # a larger rate makes more of rounding
         return settings, "rl", guided_groups(5)
     if name == "vcpo":
         settings = guided_config(plain, "strip", kind="vcpo")

@@ -9,7 +9,7 @@ from itertools import chain
 
 from evolver_async.config.checks.address_checks import buffer_address, no_sockets, weight_channel
 from evolver_async.config.checks.agentevolver_checks import agent, guidance, mechanisms, reward
-from evolver_async.config.checks.learner_checks import demonstrated, groups, learner
+from evolver_async.config.checks.learner_checks import demonstrated, groups, learner, teacher
 from evolver_async.config.checks.process_checks import (
     cluster,
     engine,
@@ -54,7 +54,7 @@ def check_stage(config: Config, index: int) -> None:
     _refuse(chain(policy(config), engine(config), tasks(config), eval_sets(config)))
     _refuse(chain(timeouts(config), buffer_address(config)))
     kind = config.stages[index].kind
-    _refuse(chain(limits(config, index), learner(config)))
+    _refuse(chain(limits(config, index), learner(config), teacher(config)))
     _refuse(chain(reward(config), reward_models(config, index)))
     _refuse(chain(agent(config), mechanisms(config), served_tools(config)))
     if kind not in SUPERVISED:

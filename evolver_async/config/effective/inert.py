@@ -51,7 +51,7 @@ def inert(config: Config, stage: StageConfig) -> dict[str, str]:
     """Return the keys that a stage with this configuration does not read, with the reason."""
     kind, found = stage.kind, dict[str, str]()
     rules = [_experience, _judge, _questioning, _endpoints, _tasks, _processes, _rollout, _safety]
-    rules += [_loss, _schedule]
+    rules += [_loss, _schedule, _teacher]
     if kind == "rl":
         found |= dict(_below("data", "an rl stage trains on rollouts"))
         rules += [_of_kinds, _advantage, _correction]
@@ -64,6 +64,8 @@ def inert(config: Config, stage: StageConfig) -> dict[str, str]:
             found |= dict.fromkeys(keys_of, f"no stage of kind {owner}")
     if kind != "reward_model":
         found |= dict(_below("reward_model", "no stage of kind reward_model"))
+    if kind in LOSSES:
+        found |= dict(_below("teacher", f"a {kind} stage has a loss of its own"))
     return found
 
 
@@ -283,6 +285,20 @@ def _loss(config: Config) -> Inert:
         yield from _named("loss", ("kl", "kl_place"), "loss.kl_coef=0")
     if loss.aggregation != "sequence_sum_norm":
         yield "loss.norm_tokens", f"loss.aggregation={loss.aggregation}"
+
+
+def _teacher(config: Config) -> Inert:
+    teacher = config.teacher
+    if not (teacher.path or teacher.url):
+        why = "neither teacher.path nor teacher.url is set"
+        yield from _but(_below("teacher", why), "teacher.path", "teacher.url")
+    elif not teacher.coef:
+        yield from _but(_below("teacher", "teacher.coef=0"), "teacher.coef")
+    if teacher.divergence != "jsd":
+        yield "teacher.beta", f"teacher.divergence={teacher.divergence}"
+    if not teacher.url:
+        of_url = ("model", "key_env", "timeout_s", "retries", "concurrency", "top_k")
+        yield from _named("teacher", of_url, "teacher.url is empty")
 
 
 def _schedule(config: Config) -> Inert:

@@ -19,6 +19,7 @@ from evolver_async.config.sections.learner import (
     RewardModelConfig,
     SafetyConfig,
     SelectionConfig,
+    TeacherConfig,
 )
 from evolver_async.config.sections.reward import RewardConfig
 from evolver_async.config.sections.rollout import (
@@ -68,6 +69,7 @@ class Config:
     )
     correction: Annotated[CorrectionConfig, Scope.LEARNER] = field(default_factory=CorrectionConfig)
     loss: Annotated[LossConfig, Scope.LEARNER] = field(default_factory=LossConfig)
+    teacher: Annotated[TeacherConfig, Scope.LEARNER] = field(default_factory=TeacherConfig)
     learner: Annotated[LearnerConfig, Scope.LEARNER] = field(default_factory=LearnerConfig)
     stages: Annotated[list[StageConfig], Scope.RUN] = field(default_factory=lambda: [StageConfig()])
     eval: Annotated[EvalConfig, Scope.RUN] = field(default_factory=EvalConfig)

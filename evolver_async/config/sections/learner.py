@@ -24,6 +24,7 @@ from evolver_async.config.values.rules import (
     PositiveOrInfinite,
     Range,
     Scope,
+    Variable,
 )
 from evolver_async.extension import is_own
 
@@ -184,6 +185,33 @@ class LossConfig:
     # group
     mask_truncated: bool = False
     entropy_top_k: int = 0  # the bonus raises entropy among the k likeliest tokens only; 0: all
+
+
+@dataclass
+class TeacherConfig:
+    """A model that the policy is distilled from, on the ACTION tokens that it trains on."""
+
+    # a Hugging Face directory, or for all stages together the id of a hub, downloaded as
+    # policy.download says; "" without url: no teacher
+    path: Annotated[str, FilePath(hub=True)] = ""
+    # an OpenAI-compatible endpoint instead, up to and including /v1, whose completions have
+    # prompt_logprobs (vLLM); its model has the policy's tokenizer
+    url: Annotated[str, OF_RUN] = ""
+    model: Annotated[str, OF_RUN] = ""  # url: its name there
+    key_env: Annotated[Variable, OF_RUN] = ""  # url: environment variable that holds the API key
+    timeout_s: Annotated[Positive, OF_RUN] = 60.0  # url: of one call
+    retries: Annotated[int, OF_RUN] = 5  # url: of a failed call, with growing pauses
+    concurrency: Annotated[Count, OF_RUN] = 16  # url: calls in flight of one rank
+    top_k: Annotated[Count, OF_RUN] = 20  # url: likeliest tokens of each place; all others are one
+    coef: float = 1.0  # weight of the divergence; 0: no teacher
+    # weight of the stage's own loss beside it, rewards or imitation; 0: distillation alone
+    loss_coef: float = 1.0
+    # KL(student || teacher), KL(teacher || student), or the generalised Jensen-Shannon divergence.
+    # A teacher with another tokenizer has the first alone
+    divergence: Literal["reverse", "forward", "jsd"] = "reverse"
+    # jsd: share of the teacher in the mixture that both are compared with
+    beta: Annotated[float, Range(gt=0, lt=1)] = 0.5
+    temperature: Positive = 1.0  # of both distributions
 
 
 # Standard deviation of the mean log-ratio of a sequence of 22 tokens that bfloat16 alone makes.

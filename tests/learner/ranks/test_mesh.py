@@ -30,8 +30,10 @@ from learner.run.rank_server import meeting
 
 pytestmark = pytest.mark.process
 
-KINDS = ("rl", "bounded", "distill", "vcpo", "sft", "dpo", "kto", "reward_model")
-KINDS += ("ppo", "apart", "apart_lora")
+KINDS = (
+    *("rl", "bounded", "distill", "teacher", "teacher_text", "vcpo", "sft", "dpo", "kto"),
+    *("reward_model", "ppo", "apart", "apart_lora"),
+)
 SHORT = ("bf16", "apart_bf16")
 RESUMED = ("rl", "reward_model", "ppo", "apart", "apart_lora")
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
