@@ -29,8 +29,7 @@ from evolver_async.config.values.rules import (
 
 Section = TypeVar("Section")
 WORDS = {str: "a text", int: "an integer", float: "a number", bool: "true or false"}
-TRUTHS = dict.fromkeys(("yes", "y", "on", "true"), True)
-TRUTHS |= dict.fromkeys(("no", "n", "off", "false"), False)
+TRUE, FALSE = ("yes", "y", "on", "true"), ("no", "n", "off", "false")
 
 
 def apply(config: Config, tree: dict[str, Any]) -> Config:
@@ -147,8 +146,8 @@ def _converted(value: Any, annotation: Any, key: str) -> Any:
             if isinstance(value, str) and value in get_args(kind):
                 return value
         elif kind is bool and isinstance(value, str):
-            truth = TRUTHS.get(value.lower())
-            return bool(int(value)) if truth is None else truth
+            word = value.lower()
+            return word in TRUE or (word not in FALSE and bool(int(word)))
         elif kind is bool and isinstance(value, int):
             return bool(value)
         elif kind is str and isinstance(value, str | int | float):

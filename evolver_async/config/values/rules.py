@@ -19,7 +19,7 @@ from evolver_async.config.values.config_error import ConfigError
 T = TypeVar("T")
 PLAIN_BYTES = 32_768  # of free parameters: those of a task travel in the head of a message
 PLAIN_DEPTH = 16  # of maps and lists in them: a message has some around them
-USUAL = 1 << 63  # smaller numbers need no closer look
+USUAL = 1 << 63  # smaller numbers fit into journal and wire
 
 
 class Scope(Flag):
@@ -176,12 +176,15 @@ def check_fields(section: Any, prefix: str = "") -> None:
     """Raise ConfigError for the first value in a section that its field does not allow."""
     for name, annotation, allowed in _rules(type(section)):
         value = getattr(section, name)
-        if isinstance(value, str):
-            usual = value.isascii()
-        else:
-            usual = isinstance(value, int | float) and abs(value) < USUAL
-        if not usual or (allowed and not allowed.allows(value)):
+        if not _is_usual(value) or (allowed and not allowed.allows(value)):
             check_value(f"{prefix}{name}", value, annotation)
+
+
+def _is_usual(value: Any) -> bool:
+    """Return True for a text or a number that needs its rule alone."""
+    if isinstance(value, str):
+        return value.isascii()
+    return isinstance(value, int | float) and abs(value) < USUAL
 
 
 @cache

@@ -201,7 +201,7 @@ def test_an_escaped_reference_is_text_in_every_stage(tmp_path: Path) -> None:
 
 
 def test_a_reference_to_another_key_has_the_type_of_its_own_key(monkeypatch) -> None:
-    monkeypatch.setenv("RATE", "1e-3")
+    monkeypatch.setenv("RATE", "1.375e-3")  # errors of later tests show no such number
     arguments = [
         "learner.minibatches='${eval.every}'",
         "learner.lr='${oc.env:RATE}'",
@@ -211,7 +211,7 @@ def test_a_reference_to_another_key_has_the_type_of_its_own_key(monkeypatch) -> 
         "judge={kind: 'own:g', params: {words: [a, b], depth: {n: 2}}}",
     ]
     config = load(None, [STEPS, *(one for one in arguments if "other" not in one)])
-    assert (config.learner.minibatches, config.learner.lr) == (25, 1e-3)
+    assert (config.learner.minibatches, config.learner.lr) == (25, 1.375e-3)
     assert config.run.name == "0-frozen_lake"
     assert config.selection.params == {"words": ["a", "b"], "depth": {"n": 2}}
     with pytest.raises(ConfigError, match=r"^learner\.betas: .*other"):
