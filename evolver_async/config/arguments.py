@@ -10,7 +10,7 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from evolver_async.config.merge import apply, environment, merge, without_parameters
+from evolver_async.config.merge import apply, environment, merge, staged, without_parameters
 from evolver_async.config.scopes import declared
 from evolver_async.config.sections import Config
 from evolver_async.config.sections.run import StageConfig
@@ -63,6 +63,7 @@ def _argument(entry: str) -> Argument:
     parts, stage = key.replace("[", ".").replace("]", "").split("."), ""
     if parts[0] == "stages" and len(parts) > 2:
         _, stage, *parts = parts
+        parts = ["override", *parts] if parts[0] == "data" else parts
     kind, _ = declared(parts, StageConfig if stage else Config)
     tree = _read(key, text, kind is str or get_origin(kind) is Literal)
     for part in reversed(parts):
@@ -83,7 +84,7 @@ def _read(key: str, text: str, is_text: bool) -> Any:
 
 def _apply_argument(config: Config, argument: Argument) -> Config:
     if argument.key == APPEND:
-        added = merge(StageConfig(), argument.tree[APPEND], f"{APPEND}.")
+        added = merge(StageConfig(), staged(argument.tree[APPEND]), f"{APPEND}.")
         return replace(config, stages=[*config.stages, added])
     if not argument.stage:
         return apply(config, argument.tree)

@@ -40,6 +40,8 @@ def apply(config: Config, tree: dict[str, Any]) -> Config:
     """
     if "reward" in tree:
         tree = tree | {"reward": expanded(tree["reward"])}
+    if isinstance(tree.get("stages"), list):
+        tree = tree | {"stages": [staged(stage) for stage in tree["stages"]]}
     if environment(tree).get("name", config.env.name) != config.env.name:
         config = _without_parameters(config)
     given = _mapping(_mapping(tree.get("eval")).get("sets"))
@@ -51,6 +53,15 @@ def apply(config: Config, tree: dict[str, Any]) -> Config:
     if renamed:
         config = replace(config, eval=replace(config.eval, sets=config.eval.sets | renamed))
     return merge(config, tree, "")
+
+
+def staged(tree: Any) -> Any:
+    """Return the tree of a stage with its `data`, a short form, as a section of its `override`."""
+    if not isinstance(tree, dict) or "data" not in tree:
+        return tree
+    given = tree.get("override") or {}
+    rest = {name: value for name, value in tree.items() if name != "data"}
+    return rest | {"override": given | {"data": tree["data"]}}
 
 
 def _without_parameters(config: Config) -> Config:
@@ -119,9 +130,14 @@ def _merged(base: Any, value: Any, annotation: Any, key: str, literal: bool) -> 
         raise ConfigError(f"{key}: must be a mapping, is {value!r}")
     if odd := [name for name in value if not isinstance(name, str)]:
         raise ConfigError(f"{key}: key {odd[0]!r}: must be text")
-    if of_sections and value:
+    if value and isinstance(base, str):
+        raise ConfigError(f"{key}: is that of {base} so far: write it out to change keys of it")
+    if value and item is not Any:
         return base | {
-            name: _merged(base.get(name) or item(), part, item, f"{key}.{name}", literal)
+            name: _merged(
+                base.get(name, item() if of_sections else None),
+                *(part, item, f"{key}.{name}", literal),
+            )
             for name, part in value.items()
         }
     return _deep(base, value, key) if base and value else deepcopy(value)
@@ -129,8 +145,6 @@ def _merged(base: Any, value: Any, annotation: Any, key: str, literal: bool) -> 
 
 def _deep(base: Any, value: dict[str, Any], key: str) -> dict[str, Any]:
     """Merge a mapping of free keys over another one."""
-    if isinstance(base, str):
-        raise ConfigError(f"{key}: is that of {base} so far: write it out to change keys of it")
     try:
         found: Any = OmegaConf.to_container(OmegaConf.merge(base, value))
     except OmegaConfBaseException as error:
