@@ -44,10 +44,11 @@ def check(config: Config) -> None:
     )
 
 
-def check_stage(config: Config, index: int) -> None:
-    """Raise ConfigError for what cannot work in stage `index`, whose configuration this is.
+def check_stage(config: Config, index: int) -> Config:
+    """Return the configuration by which stage `index` runs, whose written one this is.
 
-    Keys that do nothing there can have any value that their field allows.
+    Raise ConfigError for what cannot work. Keys that do nothing there can have any value that their
+    field allows.
     """
     check_fields(config)
     config = effective(config, config.stages[index])
@@ -63,6 +64,7 @@ def check_stage(config: Config, index: int) -> None:
         _refuse(groups(config))
     else:
         _refuse(demonstrated(config, kind))
+    return config
 
 
 def _refuse(problems: Iterator[tuple[str, str]]) -> None:

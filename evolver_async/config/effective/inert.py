@@ -324,7 +324,12 @@ def leaves() -> tuple[str, ...]:
 
 def _below(section: str, why: str) -> Inert:
     """Yield every key of a section."""
-    yield from ((key, why) for key in leaves() if key.startswith(f"{section}."))
+    yield from ((key, why) for key in _keys_below(f"{section}."))
+
+
+@cache
+def _keys_below(prefix: str) -> tuple[str, ...]:
+    return tuple(key for key in leaves() if key.startswith(prefix))
 
 
 def _but(found: Inert, *read: str) -> Inert:

@@ -44,6 +44,7 @@ from evolver_async.config.values.rules import Scope
 class Config:
     """The whole configuration of a run. A recipe holds only what differs from the defaults.
 
+    The product changes none in place: `dataclasses.replace` makes another one.
     The scope of a section is that of its keys, unless a field says another one.
     """
 
