@@ -28,6 +28,7 @@ from actors.rollout.finished import Deliver, Finished
 from actors.rollout.group import run_group
 from actors.scripted.branching import branch_group
 from actors.scripted.demonstrations import demonstrate_group
+from actors.scripted.recorded import ConversationRenderer, deliver_row
 from actors.ticket_progress import TicketProgress, renewal
 from actors.weights.arrival import ArrivalCheck
 from actors.weights.source import VersionSource
@@ -65,6 +66,9 @@ class Worker:
         failures = self.components.failures
         shared = name, incarnation, failures, self.components.idle
         self.settings = [setting_of(stage, chat, *shared) for stage in stages]
+        self.renderers = [
+            ConversationRenderer(chat, one) if one.data.path else None for one in stages
+        ]
         self.sizes = [stage.rollout.group_size for stage in stages]
         self.capacities = concurrent_members(config)
         self.stage = 0  # in training: the stage of the newest ticket that is of no evaluation
@@ -297,7 +301,10 @@ class Worker:
     async def roll_out(self, ticket: Ticket, progress: TicketProgress, deliver: Deliver) -> None:
         """Run a ticket's episodes by script, by an agent or by the engine."""
         setting, stage = self.settings[ticket.stage], self.config.stages[ticket.stage]
-        if ticket.kind == "demo":
+        renderer = self.renderers[ticket.stage]
+        if ticket.kind == "demo" and renderer is not None and not ticket.task.reference:
+            deliver_row(ticket, setting, renderer, stage.kind, progress, deliver)
+        elif ticket.kind == "demo":
             await demonstrate_group(ticket, setting, stage.expert_fraction, progress, deliver)
         elif ticket.kind == "branch":
             reflector = self.components.reflector

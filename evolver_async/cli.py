@@ -288,6 +288,20 @@ def _add_control(commands: Commands) -> None:
     command.add_argument("source", metavar="SOURCE", help="name of the contributor, like actor-0")
     command.add_argument("--keys", type=Path, metavar="DIR", help="default: security.keys")
 
+    about = "turn logged conversations with outcomes into demonstrations, preferences and tasks"
+    command = _add(commands, "ingest", "ingesting:ingest_logs", about)
+    command.add_argument("out", type=Path, metavar="OUT", help="directory to write, a new one")
+    about = "files or directories of JSON lines or Parquet"
+    command.add_argument("files", type=Path, nargs="+", metavar="FILES", help=about)
+    about = "column with a number, true or false, or a word like up; default: reward, score, …"
+    command.add_argument("--outcome", default="", metavar="COLUMN", help=about)
+    about = "outcome from which on a conversation went well; default: 0.5"
+    command.add_argument("--threshold", type=float, default=0.5, metavar="X", help=about)
+    about = "column that names who wrote a conversation, which every row keeps"
+    command.add_argument("--by", default="", metavar="COLUMN", help=about)
+    about = "names of columns, as data.columns has them: prompt=question completion=answer"
+    command.add_argument("--columns", nargs="+", default=[], metavar="NAME=COLUMN", help=about)
+
     about = "delete a run that is not running"
     _add_run(_add(commands, "rm", "control:rm", about))
 

@@ -239,6 +239,7 @@ class Trajectory(msgspec.Struct, kw_only=True, eq=False, dict=True, forbid_unkno
     turn_flags uint8[K] (`TurnFlag`).
     `grammars`: those of constrained turns, each of which has one.
     `content` is a hash of the task that was played, the same for every number that gives it;
+    `policy`: what wrote it: the one that is trained, a script, or others, in a file.
     `reward` is the outcome including penalties; `terms` its parts by name, without their weights;
     `metrics` the environment's own numbers; `timing` holds seconds by phase. What `vars` holds is
     not part of the episode (see `protocol/trajectories.py`).
@@ -262,7 +263,7 @@ class Trajectory(msgspec.Struct, kw_only=True, eq=False, dict=True, forbid_unkno
     labels: Array
     label_source: str
     experience_ids: list[int]
-    policy: Literal["learned", "scripted"]
+    policy: Literal["learned", "scripted", "recorded"]
     timing: dict[str, float]
     terms: dict[str, float] = {}
     metrics: dict[str, float] = {}
@@ -294,7 +295,7 @@ class Trajectory(msgspec.Struct, kw_only=True, eq=False, dict=True, forbid_unkno
         for sequence in self.sequences:
             beyond = _TRUE in (sequence.turns >= turns).tobytes()
             _require(not beyond, "turns", "beyond the last turn reward")
-            if self.policy != "scripted" and not sequence.versions:
+            if self.policy == "learned" and not sequence.versions:
                 _require(not sequence.action_tokens, "versions", "missing")
         if self.players:
             self._check_players(turns)

@@ -23,7 +23,7 @@ class Stages:
         """Return that of stage `index` after so many rollbacks."""
         if (index, rollbacks) not in self._made:
             stage = stage_config(self.config, index, rollbacks)
-            if self.config.stages[index].kind in SUPERVISED:
+            if self.config.stages[index].kind in SUPERVISED or stage.data.path:
                 stage = replace(stage, rollout=replace(stage.rollout, temperature=1.0))
             self._made[index, rollbacks] = stage
         return self._made[index, rollbacks]

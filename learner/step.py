@@ -27,7 +27,7 @@ from learner.advantage.shaped_rewards import rewards_of
 from learner.data.batch import Batch, Minibatch, Values
 from learner.data.collate import Collator
 from learner.data.players import groups_by_player
-from learner.data.selection import Selected, advantage_scale, pairs, select
+from learner.data.selection import Selected, advantage_scale, pairs, select, trainable
 from learner.diagnostics.measure import Credit, StepResult, Trained
 from learner.diagnostics.stop_rules import BadSteps
 from learner.loss.dpo import PreferenceLoss, pair_signs
@@ -113,7 +113,9 @@ class Updater(Models):
             split = groups_by_player(groups, stage.advantage.baseline)
         if kind == "rl":
             chosen = select(split, stage.selection, seed=self.config.run.seed)
-        elif kind == "dpo":
+        elif kind != "dpo":
+            chosen = trainable(split)
+        else:
             chosen = pairs(split, stage.selection.by, masked=stage.loss.mask_truncated)
         if not chosen.groups:
             return Trained(kind, groups, split, chosen)

@@ -136,8 +136,8 @@ class Learner:
             self.state = self.updater.restore(newest)
             log.info("resumed from %s", newest)
         state = self.state
-        if newest is None and self.config.eval.at_start == "always":
-            first = self.stages(0).eval
+        first = self.stages(0).eval
+        if newest is None and self.config.eval.at_start == "always" and first.episodes:
             self.evaluations.ask(state, 0, first.episodes, first.sets)
         elif newest is not None and (known := self.checkpoints.untouched(newest)):
             self.evaluations.know(state, known)

@@ -20,16 +20,19 @@ from actors.questioning.profile import load_profile
 from actors.rewards.own_rewards import load_function
 from actors.rewards.scorer import RewardScorer, check_terms
 from actors.rollout.episode_config import format_name, format_of
-from evolver_async.buffer.stages import TICKETS, eval_sets_of, source_of
+from evolver_async.buffer.stages import eval_sets_of, source_of
+from evolver_async.buffer.tasks.data_files import DataTasks, check_examples
+from evolver_async.buffer.tasks.rows import GivenTasks
 from evolver_async.buffer.tasks.task_source import TaskSource
 from evolver_async.config import Config, ConfigError, StageConfig
 from evolver_async.config.load import stage_config
 from evolver_async.config.paths import embeds_by_model
 from evolver_async.config.sections.agentevolver import LLM_SECTIONS, SUMMARISED
 from evolver_async.config.sections.rollout import EXTERNAL
-from evolver_async.config.sections.run import FINAL_SET
+from evolver_async.config.sections.run import BRANCHED, FINAL_SET
 from evolver_async.extension import RAISED, implementation, is_own
 from evolver_async.schema import Task
+from evolver_async.splits import checked_split
 
 PLAIN = (  # methods of an environment that cannot be async
     *("actions", "solve", "state", "snapshot", "restore", "score", "verdict", "goal", "exact"),
@@ -79,23 +82,27 @@ def check(config: Config) -> None:
         with placed(source, task):
             check_terms(staged, task)
         _check_agent(staged, name, env)
-        _check_async(index, stage, staged, name, env)
+        replays = bool(task.reference)  # which leads to every state without snapshots
+        _check_async(index, stage, staged, name, env, replays)
         _check_turns(staged, name, env)
         if name not in probed:
             check_threads(staged, task)
         _check_service(staged, name, env, probed)
-        _check_isolation(f"stages[{index}].kind: {stage.kind}", stage, staged, name)
+        _check_isolation(f"stages[{index}].kind: {stage.kind}", stage, staged, name, replays)
         key = f"stages[{index}].kind: {stage.kind}"
-        scripted = stage.kind == "sft" or TICKETS[stage.kind] == "branch"
+        scripted = stage.kind == "sft" or stage.kind in BRANCHED
         if staged.env.tools.mcp and scripted and not isinstance(env, base.Tooled):
             raise ConfigError(
                 f"env.tools.mcp: {key} shows actions of {name}, which are no calls of tools:"
                 f" override env.tools.mcp of stages[{index}] with an empty text"
             )
-        if stage.kind == "sft" and not isinstance(env, base.Solvable):
-            raise ValueError(f"{key} needs solve and actions, which env.name={name} has not")
-        if TICKETS[stage.kind] == "branch":
-            _check_branches(key, stage, staged, name, env)
+        if stage.kind == "sft" and not (replays or isinstance(env, base.Solvable)):
+            raise ValueError(
+                f"{key} needs solve and actions, which env.name={name} has not, or a reference in"
+                " every row of data.path"
+            )
+        if stage.kind in BRANCHED:
+            _check_branches(key, stage, staged, name, env, replays)
         guided = staged.experience.kind != "none" and staged.rollout.guided_fraction > 0
         if stage.kind == "sft" and guided and not isinstance(env, base.Rewindable):
             raise ValueError(
@@ -152,6 +159,9 @@ def _environments(
     for index, stage in enumerate(config.stages):
         staged = stage_config(config, index)
         source = source_of(staged)
+        if isinstance(source.data, DataTasks):
+            check_examples(source.data, stage.kind)
+            continue
         for task in source.examples():
             with placed(source, task):
                 env = base.make_env(task.env, task.params)
@@ -161,12 +171,15 @@ def _environments(
 def _check_evaluated(config: Config, probed: set[str]) -> None:
     """Raise ValueError, naming file and row, for a row that cannot be evaluated.
 
-    Other evaluation tasks have the environments and parameters of the training tasks.
+    Other evaluation tasks have the environments and parameters of the training tasks, if there are
+    any.
     """
     for index in range(len(config.stages)):
         staged = stage_config(config, index)
         source = source_of(staged)
-        for task in source.examples(source.evaluated) if source.given is not None else ():
+        others = source.given is not None or isinstance(source.data, DataTasks)
+        others = others and staged.eval.episodes > 0
+        for task in source.examples(source.evaluated) if others else ():
             with placed(source, task):
                 _check_played(staged, task, probed)
 
@@ -178,8 +191,10 @@ def placed(source: TaskSource, task: Task) -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        if source.given is not None:
-            raise ConfigError(f"tasks.path: {source.given.where(task)}: {error}") from error
+        rows = source.rows(checked_split(task.split))
+        if isinstance(rows, GivenTasks):
+            key = "tasks.path" if rows is source.given else "data.path"
+            raise ConfigError(f"{key}: {rows.where(task)}: {error}") from error
         if task.split == "train":
             raise
         raise ConfigError(f"eval.split: {source.evaluated}: {error}") from error
@@ -255,7 +270,9 @@ def of_set(name: str, error: ValueError) -> str:
     return f"eval.sets.{name}{joint}{error}"
 
 
-def _check_async(index: int, stage: StageConfig, staged: Config, name: str, env: base.Env) -> None:
+def _check_async(
+    index: int, stage: StageConfig, staged: Config, name: str, env: base.Env, replays: bool
+) -> None:
     """Refuse an async environment where calls must not wait, and async methods that are never
     awaited."""
     for part in PLAIN:
@@ -267,16 +284,18 @@ def _check_async(index: int, stage: StageConfig, staged: Config, name: str, env:
     if staged.launch.kind == "serial":
         raise ValueError(f"env.name: {name} {SERIAL_ASYNC}")
     guided = staged.experience.kind != "none" and staged.rollout.guided_fraction > 0
-    if TICKETS[stage.kind] == "branch" or (stage.kind == "sft" and guided):
+    if (stage.kind in BRANCHED and not replays) or (stage.kind == "sft" and guided):
         problem = f"tries its steps without waiting: make {', '.join(base.AWAITED)} plain functions"
         raise ValueError(f"env.name: {name} is async, and stages[{index}] ({stage.kind}) {problem}")
 
 
-def _check_isolation(key: str, stage: StageConfig, staged: Config, name: str) -> None:
+def _check_isolation(
+    key: str, stage: StageConfig, staged: Config, name: str, replays: bool
+) -> None:
     """Refuse stages that carry an environment's states from one to another, where these are in
     processes."""
     guided = staged.experience.kind != "none" and staged.rollout.guided_fraction > 0
-    restores = TICKETS[stage.kind] == "branch" or (stage.kind == "sft" and guided)
+    restores = (stage.kind in BRANCHED and not replays) or (stage.kind == "sft" and guided)
     isolation = base.isolation_of(name, base.env_class(name), staged.env.isolation)
     if restores and isolation == "process":
         raise ValueError(
@@ -285,10 +304,16 @@ def _check_isolation(key: str, stage: StageConfig, staged: Config, name: str) ->
         )
 
 
-def _check_branches(key: str, stage: StageConfig, staged: Config, name: str, env: base.Env) -> None:
-    """Refuse branching without snapshots, and a reason without a place in the turn format."""
-    if not isinstance(env, base.Rewindable):
-        raise ValueError(f"{key} needs solve, state and snapshot, which env.name={name} has not")
+def _check_branches(
+    key: str, stage: StageConfig, staged: Config, name: str, env: base.Env, replays: bool
+) -> None:
+    """Refuse branching without snapshots or actions to replay, and a reason without a place in the
+    turn format."""
+    if not (replays or isinstance(env, base.Rewindable)):
+        raise ValueError(
+            f"{key} needs solve, state and snapshot, which env.name={name} has not, or a reference"
+            " in every row of data.path"
+        )
     style, chosen = format_of(staged), format_name(staged)
     if style.inline or chosen == "native":
         raise ValueError(f"{key} needs turns that are messages of text, not {chosen}")

@@ -11,10 +11,19 @@ from actors.formats.chat import Chat
 from actors.formats.tool_calls import CODE_TOOL, InvalidCall, called
 from actors.rollout.conversation import first_prompt, tools_of
 from actors.rollout.episode_config import Setting, setting_of
-from actors.scripted.branching import BranchState, TriedTurn, reflect_rows, try_turns
-from evolver_async.buffer.stages import TICKETS, eval_sets_of, source_of
+from actors.scripted.branching import (
+    BranchState,
+    TriedTurn,
+    reflect_rows,
+    restorable,
+    try_turns,
+)
+from actors.scripted.recorded import ConversationRenderer, check_rendered
+from evolver_async.buffer.stages import eval_sets_of, source_of
+from evolver_async.buffer.tasks.data_files import DataTasks
 from evolver_async.config import Config, ConfigError
 from evolver_async.config.load import stage_config
+from evolver_async.config.sections.run import BRANCHED
 from evolver_async.extension import RAISED
 from evolver_async.model.positions import positions
 from evolver_async.model.tokenizer import load_tokenizer
@@ -42,16 +51,18 @@ def check(config: Config) -> int:
         stage, source = config.stages[index], source_of(staged)
         shows_expert = stage.kind == "sft" and stage.expert_fraction > 0
         shows_others = stage.kind == "sft" and stage.expert_fraction < 1
-        if TICKETS[stage.kind] == "branch":
+        if stage.kind in BRANCHED:
             shows_expert = shows_others = True
         setting = setting_of(staged, chat, "", 0)
-        for task in source.examples():
+        if isinstance(source.data, DataTasks):
+            check_rendered(ConversationRenderer(chat, staged), source.data, stage.kind)
+        for task in () if isinstance(source.data, DataTasks) else source.examples():
             with placed(source, task):
                 first = _check_first(staged, setting, task, stage.kind == "reflect")
                 found = max(found, first)
                 if shows_expert or shows_others:
                     _check_demonstration(staged, setting, task, shows_expert, shows_others)
-        for task in source.examples(source.evaluated):
+        for task in source.examples(source.evaluated) if staged.eval.episodes else ():
             with placed(source, task):
                 _check_first(staged, setting, task, False)
         for name, chosen in eval_sets_of(staged).items():
@@ -127,16 +138,24 @@ def _same(tools: bool, actions: list[str], found: list[str | InvalidCall] | None
 async def _first_turns(setting: Setting, task: Task, expert: bool, others: bool) -> list[list[str]]:
     """Return the actions of first turns: the expert's first, then one of each action there is."""
     async with begun(task) as (env, _):
-        assert isinstance(env, Solvable), f"{task.env} cannot demonstrate"
-        turns = [env.solve()[: setting.format.actions_per_turn]] if expert else []
-        return turns + [[action] for action in (env.actions() if others else ())]
+        count, turns = setting.format.actions_per_turn, list[list[str]]()
+        if expert and task.reference:
+            turns = [task.reference[:count]]
+        elif expert:
+            assert isinstance(env, Solvable), f"{task.env} cannot demonstrate"
+            turns = [env.solve()[:count]]
+        shown = env.actions() if others and isinstance(env, Solvable) else ()
+        return turns + [[action] for action in shown]
 
 
 async def _begun(setting: Setting, task: Task, reflects: bool) -> tuple[list[int], list[TriedTurn]]:
     """Return the first prompt of a task and, if reasons are asked for, turns to give reasons
     about."""
     async with begun(task) as (env, opening):
-        turns = try_turns(env, setting.format, 1, random.Random(0)) if reflects else []
+        turns = list[TriedTurn]()
+        if reflects and restorable(env):
+            given = task.reference and task.reference[: setting.format.actions_per_turn]
+            turns = try_turns(env, setting.format, 1, random.Random(0), given)
         specs = await tools_of(setting, env)
         if setting.format.inline and not specs:
             lacks = f"{setting.format_name} needs a tool {CODE_TOOL} of {task.env}"

@@ -41,18 +41,24 @@ class Template:
     def first(self, request: ChatRequest) -> list[int]:
         """Render a whole conversation up to the policy's turn. Raise RequestRefused."""
         switches = self._switches(request)
-        tools = [self._chat.plain_value(tool) for tool in request.tools]
-        messages = self._messages(request.messages, [])
+        messages, tools = self.conversation(request.messages, request.tools)
+        return self._chat.whole_tokens(
+            _rendered(lambda: self._chat.render(messages, tools, **switches))
+        )
+
+    def conversation(
+        self, said: tuple[ChatMessage, ...], tools: list[dict[str, Any]]
+    ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+        """Return messages and tools as the template takes them; the assistant's are as many."""
+        tools = [self._chat.plain_value(tool) for tool in tools]
+        messages = self._messages(said, [])
         if tools and not self.native:
             described = {"role": "system", "content": texts.instructions(tools)}
             if messages[0]["role"] == "system":
                 described["content"] = f"{messages[0]['content']}\n\n{described['content']}"
                 messages = messages[1:]
             messages, tools = [described, *messages], []
-        messages = self._chat.supported(messages)
-        return self._chat.whole_tokens(
-            _rendered(lambda: self._chat.render(messages, tools, **switches))
-        )
+        return self._chat.supported(messages), tools
 
     def next(self, request: ChatRequest, since: int, ids: Sequence[str], last: int) -> list[int]:
         """Render the tokens between the policy's turn, whose last token is `last`, and its next.

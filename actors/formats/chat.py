@@ -81,6 +81,7 @@ class Chat:
         except Exception:  # jinja's, for which the template can have any reason
             self._has_system = False
         eos: int | None = tokenizer.eos_token_id
+        self.end_of_text = eos
         self.stop_tokens = frozenset(() if eos is None else (eos,))
         if tokenizer.name_or_path:  # the directory of its model
             self.stop_tokens |= end_tokens(tokenizer.name_or_path)
@@ -272,6 +273,13 @@ class Chat:
     def stop_at(self, token: int | None) -> None:
         """Have this token end turns too."""
         self.stop_tokens |= frozenset(() if token is None else (token,))
+
+    def end_of(self, text: str) -> int | None:
+        """Return the place in a text of the template behind the first token that ends turns, None
+        without one."""
+        names = [self._tokenizer.convert_ids_to_tokens(token) for token in self.stop_tokens]
+        ends = [(text.find(name), len(name)) for name in names if name in text]
+        return sum(min(ends)) if ends else None
 
     def until_stop(self, text: str) -> str:
         """Return a text of the template up to the first token that ends turns."""

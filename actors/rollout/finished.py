@@ -53,7 +53,7 @@ def assembled(
     ticket: Ticket,
     member: int,
     setting: Setting,
-    policy: Literal["learned", "scripted"],
+    policy: Literal["learned", "scripted", "recorded"],
     sequences: list[Sequence],
     *,
     rewards: Iterable[float],

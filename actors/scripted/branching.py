@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 
 from actors.engines.engine import Generation
-from actors.envs.base import Env, EnvironmentFailure, Rewindable
+from actors.envs.base import Env, EnvironmentFailure, Rewindable, asynchronous
 from actors.formats.turns import TurnFormat
 from actors.llm.quoting import plain
 from actors.rollout.environment import TimedEnvironment
@@ -25,10 +25,11 @@ from actors.rollout.episode_config import Setting
 from actors.rollout.episode_policy import EpisodePolicy
 from actors.rollout.finished import Deliver, Finished
 from actors.rollout.group import run_members
-from actors.scripted.demonstrations import ScriptedPolicy
+from actors.scripted.demonstrations import ScriptedPolicy, within_reference
 from actors.scripted.reflection import Reflector
 from actors.ticket_progress import TicketProgress
 from evolver_async.config import StageConfig
+from evolver_async.env import Step
 from evolver_async.randomness import key
 from evolver_async.schema import Role, Sequence, Ticket
 
@@ -80,25 +81,76 @@ class BranchingPolicy(EpisodePolicy):
 
     kind: Literal["learned", "scripted"] = "scripted"
 
-    def __init__(self, ticket: Ticket, member: int, setting: Setting, stage: StageConfig) -> None:
+    def __init__(
+        self,
+        ticket: Ticket,
+        member: int,
+        setting: Setting,
+        stage: StageConfig,
+        progress: TicketProgress,
+    ) -> None:
+        self._progress = progress
         parts = ("branch", ticket.group_id, member, ticket.attempt)
         self._rng = random.Random(key(setting.seed, *parts))
         self._expert = ScriptedPolicy(ticket, member, setting, expert_fraction=1.0)
+        self._ticket = ticket
+        self._member = member
         self._setting = setting
         self._stage = stage
+        self._written = 0  # actions of the turns before
         self.states: list[BranchState] = []
 
     async def write(self, world: TimedEnvironment, context: list[int], turn: int) -> Generation:
-        state = await world.call("branching", self._branch, world.env, turn, context)
+        expert = self._ticket.task.reference
+        if expert and not restorable(world.env):
+            state = self._state(turn, context, await self._tried_again(world, expert))
+            self._written += self._setting.format.actions_per_turn
+        else:
+            state = await world.call("branching", self._branch, world.env, turn, context)
         if state is not None:
             self.states.append(state)
         return await self._expert.write(world, context, turn)
 
     def _branch(self, env: Env, turn: int, context: list[int]) -> BranchState | None:
-        """Return the current state; None if its rows do not fit in the context. At the first turn
-        that is an error, because the episode would have no state."""
+        """Return the current state, of which snapshots are taken; None without room."""
+        style, most, given = self._setting.format, self._stage.alternatives, None
+        if reference := self._ticket.task.reference:
+            given = reference[self._written :][: style.actions_per_turn]
+            self._written += len(given)
+        return self._state(turn, context, try_turns(env, style, most, self._rng, given))
+
+    async def _tried_again(self, world: TimedEnvironment, expert: list[str]) -> list[TriedTurn]:
+        """Try the expert's turn and others, each in an episode of its own that the expert's actions
+        so far lead to: the environment cannot go back by itself, or is not here."""
+        style, before = self._setting.format, expert[: self._written]
+        own = expert[self._written :][: style.actions_per_turn]
+        known = list(dict.fromkeys(expert))  # all that is known to exist where nothing lists them
+        if (actions := getattr(world.env, "actions", None)) is not None:
+            known = list(await world.call("actions", actions))
+        turns = [own, *alternatives(own, known, self._stage.alternatives, self._rng)]
+        return [await self._carried_out(before, turn) for turn in turns]
+
+    async def _carried_out(self, before: list[str], turn: list[str]) -> TriedTurn:
+        ticket, setting, done = self._ticket, self._setting, list[Step]()
+        seed = key(ticket.dynamics_seed, self._member)
+        limits = setting.step_timeout_s, self._progress, setting.failures, setting.idle
+        async with TimedEnvironment(ticket, self._member, *limits, setting.isolation) as world:
+            await world.open()
+            await world.reset(ticket.task, seed)
+            for action in before:
+                await world.step(action, doing="replay")
+            for action in turn:
+                done.append(await world.step(action, doing="branching"))
+                if done[-1].terminated or done[-1].truncated:
+                    break
+        return tried(turn, done, setting.format)
+
+    def _state(self, turn: int, context: list[int], turns: list[TriedTurn]) -> BranchState | None:
+        """Return the state in which these turns were tried, the expert's first; None if its rows do
+        not fit in the context. At the first turn that is an error, because the episode would have
+        no state."""
         setting, stage = self._setting, self._stage
-        expert, *others = try_turns(env, setting.format, stage.alternatives, self._rng)
+        expert, *others = turns
         state = BranchState(turn, context, expert, others)
         if stage.kind == "reflect" or world_rows(state, setting):
             return state
@@ -108,34 +160,47 @@ class BranchingPolicy(EpisodePolicy):
         return None
 
 
-def try_turns(env: Env, style: TurnFormat, most: int, rng: random.Random) -> list[TriedTurn]:
-    """Try the expert's turn, then at most `most` others, each from the current state, which
-    is restored."""
-    assert isinstance(env, Rewindable), f"{type(env).__name__} cannot be branched"
-    expert = env.solve()[: style.actions_per_turn]
-    actions = env.actions()
+def restorable(env: Env) -> bool:
+    """Return True for an environment that goes back to a state by itself, without waiting."""
+    return isinstance(env, Rewindable) and not asynchronous(env)
+
+
+def alternatives(
+    expert: list[str], actions: list[str], most: int, rng: random.Random
+) -> list[list[str]]:
+    """Draw at most `most` turns as long as the expert's, with different first actions."""
     different = {action.lower(): action for action in actions}  # some name one several times
     firsts = [action for name, action in different.items() if name != expert[0].lower()]
     firsts = rng.sample(firsts, min(most, len(firsts)))
-    others = [[first, *rng.choices(actions, k=len(expert) - 1)] for first in firsts]
-    tried = []
-    for turn in (expert, *others):
-        here = env.snapshot()
-        tried.append(_carry_out(env, style, turn))
+    return [[first, *rng.choices(actions, k=len(expert) - 1)] for first in firsts]
+
+
+def try_turns(
+    env: Env, style: TurnFormat, most: int, rng: random.Random, expert: list[str] | None = None
+) -> list[TriedTurn]:
+    """Try the expert's turn, then at most `most` others, each from the current state, which
+    is restored. `expert`: None is the environment's solution."""
+    assert isinstance(env, Rewindable), f"{type(env).__name__} cannot be branched"
+    expert = expert or env.solve()[: style.actions_per_turn]
+    found = []
+    for turn in (expert, *alternatives(expert, env.actions(), most, rng)):
+        here, done = env.snapshot(), list[Step]()
+        for action in turn:
+            done.append(env.step(action))
+            if done[-1].terminated or done[-1].truncated:
+                break
+        found.append(tried(turn, done, style))
         env.restore(here)
-    return tried
+    return found
 
 
-def _carry_out(env: Env, style: TurnFormat, actions: list[str]) -> TriedTurn:
-    outputs, valid, ending = list[str](), True, ""
-    for action in actions:
-        step = env.step(action)
-        outputs.append(step.observation)
-        valid = valid and step.info.valid
-        if step.terminated or step.truncated:
-            ending = f"{DONE} {WON if step.info.success else LOST}"
-            break
-    return TriedTurn(actions, style.shown(outputs, valid, ""), ending)
+def tried(turn: list[str], steps: list[Step], style: TurnFormat) -> TriedTurn:
+    """Return a turn with what its steps showed."""
+    last = steps[-1]
+    over = last.terminated or last.truncated
+    ending = f"{DONE} {WON if last.info.success else LOST}" if over else ""
+    valid = all(step.info.valid for step in steps)
+    return TriedTurn(turn, style.shown([one.observation for one in steps], valid, ""), ending)
 
 
 def chosen(states: list[BranchState], ticket: Ticket, member: int, seed: int) -> BranchState:
@@ -235,12 +300,13 @@ async def branch_group(
 
     An EnvironmentFailure, else an EpisodeLate, is raised after all the others were delivered.
     """
+    setting = within_reference(ticket, setting)
     policies: dict[int, BranchingPolicy] = {}
     done: list[Finished] = []
     failures: list[EnvironmentFailure | EpisodeLate] = []
 
     def policy_of(member: int) -> EpisodePolicy:
-        policies[member] = BranchingPolicy(ticket, member, setting, stage)
+        policies[member] = BranchingPolicy(ticket, member, setting, stage, progress)
         return policies[member]
 
     async def hand_over(finished: Finished) -> None:

@@ -5,8 +5,10 @@ are named.
 """
 
 import contextlib
+import math
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Literal
 
 import msgspec
@@ -31,7 +33,8 @@ OTHER_TASKS = 2  # with hints among the own ones: the policy must match the stat
 
 
 class ScriptedPolicy(EpisodePolicy):
-    """Policy that plays one whole episode as the expert or uniformly at random, drawn once.
+    """Policy that plays one whole episode as the expert or uniformly at random, drawn once. The
+    expert's actions are those of the task's `reference`, else the environment's solution.
 
     A guided one is told what to do in some states, in the words of experience, and does it there.
     """
@@ -45,6 +48,7 @@ class ScriptedPolicy(EpisodePolicy):
         self._rng = random.Random(key(setting.seed, *parts))
         self.expert = self._rng.random() < expert_fraction
         self._task = ticket.task
+        self._written = 0  # actions of the turns before
         self._hints: dict[str, str] = {}
         self._chat = setting.chat
         self._format = setting.format
@@ -128,8 +132,12 @@ class ScriptedPolicy(EpisodePolicy):
     def _answer(self, env: Env) -> str:
         """Return the text of a turn. Its errors count as the environment's, which provides the
         actions."""
-        assert isinstance(env, Solvable), f"{type(env).__name__} cannot demonstrate"
         count = self._format.actions_per_turn
+        if self.expert and self._task.reference:
+            actions = self._task.reference[self._written :][:count]
+            self._written += len(actions)
+            return self._format.render_actions(actions)
+        assert isinstance(env, Solvable), f"{type(env).__name__} cannot demonstrate"
         hint = self._hints.get(env.state()) if isinstance(env, Located) else None
         if hint is not None and hint in env.actions():
             actions = [hint]
@@ -140,6 +148,14 @@ class ScriptedPolicy(EpisodePolicy):
         return self._format.render_actions(actions)
 
 
+def within_reference(ticket: Ticket, setting: Setting) -> Setting:
+    """Return the settings of an episode that has no more turns than its task's reference."""
+    if not ticket.task.reference:
+        return setting
+    turns = math.ceil(len(ticket.task.reference) / setting.format.actions_per_turn)
+    return replace(setting, max_turns=min(setting.max_turns, turns))
+
+
 async def demonstrate_group(
     ticket: Ticket,
     setting: Setting,
@@ -147,7 +163,9 @@ async def demonstrate_group(
     progress: TicketProgress,
     deliver: Deliver,
 ) -> None:
-    """Run a demo ticket's members by script; see `run_members`."""
+    """Run a demo ticket's members by script; see `run_members`. An episode of a reference ends with
+    it."""
+    setting = within_reference(ticket, setting)
 
     def policy_of(member: int) -> EpisodePolicy:
         return ScriptedPolicy(ticket, member, setting, expert_fraction)

@@ -7,6 +7,7 @@ from typing import Literal
 import msgspec
 
 from evolver_async.buffer.state.admission import StageNumbers
+from evolver_async.buffer.tasks.data_files import data_tasks
 from evolver_async.buffer.tasks.row_files import rows_of
 from evolver_async.buffer.tasks.rows import GivenTasks, given_tasks
 from evolver_async.buffer.tasks.task_source import EvalSet, MixturePart, TaskSource
@@ -16,6 +17,7 @@ from evolver_async.splits import Split
 
 TICKETS: dict[str, Literal["rollout", "demo", "branch"]] = {
     "sft": "demo",
+    "text": "demo",
     "world_model": "branch",
     "reflect": "branch",
     "rl": "rollout",
@@ -23,12 +25,17 @@ TICKETS: dict[str, Literal["rollout", "demo", "branch"]] = {
 }  # the kind of ticket that a stage trains on, by kind of stage
 
 
+def ticket_kind(config: Config, kind: str) -> Literal["rollout", "demo", "branch"]:
+    """Return the kind of ticket that a stage with this configuration trains on."""
+    return "demo" if config.data.path and TICKETS[kind] == "rollout" else TICKETS[kind]
+
+
 def numbers_of(config: Config, kind: str) -> StageNumbers:
     """Read the numbers of a stage of this kind from its configuration."""
     buffer, selection = config.buffer, config.selection
     refills = selection.max_refills if selection.facts.refills else 0
     return StageNumbers(
-        kind=TICKETS[kind],
+        kind=ticket_kind(config, kind),
         group_size=config.rollout.group_size,
         groups_per_step=config.learner.groups_per_step,
         max_staleness=buffer.max_staleness,
@@ -37,7 +44,10 @@ def numbers_of(config: Config, kind: str) -> StageNumbers:
         sampler=buffer.sampler,
         sampler_params=buffer.params,
         wait=buffer.straggler == "wait",
-        demo_groups=buffer.demo_groups,
+        # a row is a small group: as many as two steps need are no burden
+        demo_groups=max(buffer.demo_groups, 2 * config.learner.groups_per_step)
+        if config.data.path
+        else buffer.demo_groups,
         refills=refills * config.learner.groups_per_step,
         by_success=selection.by == "success",
         repeats_failed=config.rollout.guided == "failed",
@@ -51,21 +61,30 @@ def source_of(config: Config) -> TaskSource:
     if tasks.path:
         given = given_tasks(rows_of(tasks), config.env.name, config.env.params, tasks.answer)
         needed: dict[str, Split] = {"training": "train", "eval.split": _deciding(config, given)}
+        if config.data.path:
+            del needed["training"]
+        if not config.eval.episodes:
+            del needed["eval.split"]
         for wanted, split in needed.items():
             if not given.count(split):
                 missing = f"has no task of the {split} split, for {wanted}"
                 counts = given.rows.meta.counts.items()
                 there = ", ".join(f"{count} of {name}" for name, count in counts)
                 raise ConfigError(f"tasks.path: {tasks.path} {missing}; it has {there}")
+    data = None
+    if config.data.path:
+        data = data_tasks(config.data, config.env.name, config.env.params)
+    rows = given if data is None else data
     return TaskSource(
         env=config.env.name,
         params=config.env.params,
-        train=tasks.train if given is None else given.count("train"),
+        train=tasks.train if rows is None else rows.count("train"),
         solved=tasks.solved,
         failed=tasks.failed,
         evaluated=_deciding(config, given),
         mixture=tuple(MixturePart(part.env, part.params, part.weight) for part in tasks.mixture),
         given=given,
+        data=data,
         greedy=config.eval.temperature == 0,
     )
 
@@ -111,7 +130,7 @@ def eval_sets_of(config: Config) -> dict[str, EvalSet]:
             raise ConfigError(f"eval.sets.{name}.split: {config.tasks.path} {missing}")
         numbers = chosen.first, chosen.tasks, chosen.k
         made[name] = EvalSet(source, split, *numbers, chosen.temperature, chosen.guided)
-    tasks = config.eval.final_episodes
+    tasks = config.eval.final_episodes if config.eval.episodes else 0
     if stage.given is not None:
         tasks = min(tasks, stage.given.count("test"))
     if tasks and stage.evaluated != "test":

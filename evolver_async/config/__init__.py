@@ -4,7 +4,7 @@
 
 from evolver_async.config.sections import *
 from evolver_async.config.sections.agentevolver import EmbeddingConfig, LlmConfig
-from evolver_async.config.sections.data import PartConfig
+from evolver_async.config.sections.data import DataConfig, PartConfig
 from evolver_async.config.sections.rollout import LatencyConfig
 from evolver_async.config.sections.run import LoraConfig
 from evolver_async.config.sections.system import GpusConfig

@@ -9,7 +9,7 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from evolver_async.config.merge import apply, environment, environment_name, merge
+from evolver_async.config.merge import apply, environment, environment_name, merge, staged
 from evolver_async.config.scopes import declared
 from evolver_async.config.sections import Config
 from evolver_async.config.sections.run import StageConfig
@@ -58,6 +58,7 @@ def _argument(entry: str) -> Argument:
     parts, stage = key.replace("[", ".").replace("]", "").split("."), ""
     if parts[0] == "stages" and len(parts) > 2:
         _, stage, *parts = parts
+        parts = ["override", *parts] if parts[0] == "data" else parts
     kind, _ = declared(parts, StageConfig if stage else Config)
     tree = _read(key, text, kind is str or get_origin(kind) is Literal)
     for part in reversed(parts):
@@ -78,9 +79,8 @@ def _read(key: str, text: str, is_text: bool) -> Any:
 
 def _apply_argument(resolved: DictConfig, argument: Argument) -> DictConfig:
     if argument.key == APPEND:
-        added = merge(
-            OmegaConf.structured(StageConfig), argument.tree[APPEND], StageConfig, f"{APPEND}."
-        )
+        tree = staged(argument.tree[APPEND])
+        added = merge(OmegaConf.structured(StageConfig), tree, StageConfig, f"{APPEND}.")
         resolved.stages.append(added)
         return resolved
     if not argument.stage:

@@ -25,6 +25,7 @@ from evolver_async.config.scopes import named, refuse_whole_run, refuse_whole_st
 from evolver_async.config.secrets import escaped
 from evolver_async.config.sections import Config
 from evolver_async.config.sections.learner import by_kind
+from evolver_async.config.sections.run import BRANCHED, PAIRED
 from evolver_async.config.values.config_error import ConfigError
 from evolver_async.file_formats import foreign_run
 from evolver_async.files import write_whole
@@ -119,8 +120,16 @@ def check_run(config: Config) -> None:
 
 
 def stage_as_written(config: Config, index: int) -> Config:
-    """Return the configuration of stage `index`, unchecked and with its bounds left open."""
-    return merge.override(config, config.stages[index].override)
+    """Return the configuration of stage `index`, unchecked and with its bounds left open.
+
+    A group of a stage that learns from rows is one row.
+    """
+    stage = config.stages[index]
+    written = merge.override(config, stage.override)
+    if not written.data.path or stage.kind in ("rl", *BRANCHED):
+        return written
+    size = 2 if stage.kind in PAIRED else 1
+    return replace(written, rollout=replace(written.rollout, group_size=size))
 
 
 def stage_config(config: Config, index: int, rollbacks: int = 0) -> Config:

@@ -65,10 +65,19 @@ def apply(resolved: DictConfig, tree: dict[str, Any]) -> DictConfig:
         if not isinstance(items, list):
             raise ConfigError("stages: must be a list")
         merged.stages = [
-            merge(OmegaConf.structured(StageConfig), item, StageConfig, f"stages[{index}].")
+            merge(OmegaConf.structured(StageConfig), staged(item), StageConfig, f"stages[{index}].")
             for index, item in enumerate(items)
         ]
     return merged
+
+
+def staged(tree: Any) -> Any:
+    """Return the tree of a stage with its `data`, a short form, as a section of its `override`."""
+    if not isinstance(tree, dict) or "data" not in tree:
+        return tree
+    given = tree.get("override") or {}
+    rest = {name: value for name, value in tree.items() if name != "data"}
+    return rest | {"override": given | {"data": tree["data"]}}
 
 
 def _drop_params_of_sets(resolved: DictConfig, tree: Any) -> None:

@@ -6,6 +6,7 @@ the next one, or completed by a resume.
 
 import json
 import logging
+import math
 import os
 import shutil
 import signal
@@ -20,11 +21,12 @@ from itertools import count
 from pathlib import Path
 
 from evolver_async.buffer.stages import evaluation_digest, source_of
+from evolver_async.buffer.tasks.data_files import data_rows
 from evolver_async.buffer.tasks.row_files import rows_of
 from evolver_async.buffer.tasks.rows import stored
 from evolver_async.buffer.tasks.task_source import held_out_task
 from evolver_async.checkpoint.checkpoints import exists
-from evolver_async.config import Config, TasksConfig, hub
+from evolver_async.config import Config, DataConfig, StageConfig, TasksConfig, hub
 from evolver_async.config.load import dump, load_written, stage_as_written, stage_config
 from evolver_async.config.paths import directory_of, with_absolute_paths
 from evolver_async.config.values.config_error import ConfigError
@@ -158,11 +160,11 @@ def with_own_tasks(config: Config, run_dir: Path) -> Config:
     process reads the files again."""
     saved: dict[Path, str] = {}
 
-    def own(tasks: TasksConfig) -> dict[str, str]:
+    def own(tasks: TasksConfig | DataConfig) -> dict[str, str]:
         path = Path(tasks.path)
         if not tasks.path or (path.parent == run_dir and stored(path)):
             return {}
-        rows = rows_of(tasks)
+        rows = rows_of(tasks) if isinstance(tasks, TasksConfig) else data_rows(tasks)
         if rows.directory not in saved:
             names = (run_dir / f"tasks_{number}" for number in count())
             directory = next(name for name in names if not name.exists())
@@ -170,18 +172,35 @@ def with_own_tasks(config: Config, run_dir: Path) -> Config:
             saved[rows.directory] = str(directory)
         revision = rows.meta.revision or tasks.revision
         changed = {"path": saved[rows.directory], "revision": revision}
-        return changed | {"validation": "", "test": ""}
+        others = {"validation": "", "test": ""} if isinstance(tasks, TasksConfig) else {}
+        return changed | others
 
     tasks, stages = replace(config.tasks, **own(config.tasks)), []
+    data = replace(config.data, **own(config.data))
     for index, stage in enumerate(config.stages):
         override = dict(stage.override)
+        if "path" in override.get("data", {}):
+            written = stage_as_written(config, index).data
+            override["data"] = override["data"] | own(written)
         if not OF_ROWS.isdisjoint(override.get("tasks", {})):
             changed = own(stage_as_written(config, index).tasks)
             kept = {name: one for name, one in changed.items() if getattr(TasksConfig, name) != one}
             rest = {n: one for n, one in override["tasks"].items() if n not in changed}
             override["tasks"] = rest | kept if changed else override["tasks"]
         stages.append(replace(stage, override=override))
-    return replace(config, tasks=tasks, stages=stages)
+    config = replace(config, tasks=tasks, data=data, stages=stages)
+    return replace(config, stages=[_in_steps(config, index) for index in range(len(stages))])
+
+
+def _in_steps(config: Config, index: int) -> StageConfig:
+    """Return a stage with the steps that its epochs take."""
+    stage = config.stages[index]
+    if not stage.epochs:
+        return stage
+    written = stage_as_written(config, index)
+    rows = data_rows(written.data).meta.counts["train"]
+    steps = math.ceil(stage.epochs * rows / written.learner.groups_per_step)
+    return replace(stage, steps=steps, epochs=0.0)
 
 
 def measure(config: Config, run_dir: Path) -> None:
@@ -207,6 +226,8 @@ def measure(config: Config, run_dir: Path) -> None:
 def _measured(stage: Config) -> dict[str, float] | None:
     """Return the values of a stage over its evaluation's episodes; None if there are none."""
     source, rollout, episodes = source_of(stage), stage.rollout, stage.eval.episodes
+    if not episodes:
+        return None
     tasks = [held_out_task(source, number) for number in range(episodes)]
     found = resolve("exact")(tasks, rollout.max_turns * rollout.actions_per_turn)
     if found is None:

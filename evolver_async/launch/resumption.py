@@ -268,4 +268,8 @@ def _replayed(config: Config, index: int) -> dict[str, Any]:
 
 def _tasks(config: Config) -> Any:
     """Return what the ids of a stage's tasks name, as `TaskSource.named`."""
-    return config.tasks.path, config.tasks.mixture or (config.env.name, config.env.params)
+    return (
+        config.data.path,
+        config.tasks.path,
+        config.tasks.mixture or (config.env.name, config.env.params),
+    )

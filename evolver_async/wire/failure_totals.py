@@ -13,6 +13,7 @@ FailureKind = Literal[
     "policy",  # a group without a readable turn
     "engine",  # the processes of an actor's engine have died
     "weights",  # a version that an engine with older weights could not adopt
+    "data",  # a row of `data` that cannot be learnt, by reason
     "host",  # one with other versions than the buffer's
     "judge",  # this and the following: an endpoint or its answer
     "experience",
@@ -33,5 +34,8 @@ class FailureTotal(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fie
     def __str__(self) -> str:
         if self.kind == "host":  # it is not as the buffer's, and nothing has failed
             return f"host {self.name} has {self.error}"
+        if self.kind == "data":
+            rows = "a row is" if self.count == 1 else f"{self.count:,} rows are"
+            return f"{rows} left out ({self.name}), last: {self.error}"
         times = "once" if self.count == 1 else f"{self.count:,} times"
         return f"{self.kind.replace('_', ' ')} {self.name} failed {times}, last: {self.error}"

@@ -185,6 +185,13 @@ def pairs(groups: list[Group], by: str = "reward", *, masked: bool = False) -> S
     return Selected(kept, filtered)
 
 
+def trainable(groups: list[Group]) -> Selected:
+    """Leave out groups without a token to train: rows that could not be learnt."""
+    kept = [group for group in groups if any(map(_trains, group.trajectories))]
+    left = [group.group_id for group in groups if not any(map(_trains, group.trajectories))]
+    return Selected(kept, {"no_tokens": left} if left else {})
+
+
 def _trains(trajectory: Trajectory) -> bool:
     """Return True if some ACTION token has a context, with experience or without."""
     contexts = (s.roles[s.roles != Role.EXPERIENCE] for s in trajectory.sequences)

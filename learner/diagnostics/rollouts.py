@@ -15,7 +15,9 @@ UNREADABLE = np.uint8(TurnFlag.FORMAT_ERROR | FAILED_CALL)
 
 def taken_metrics(stage: Config, groups: list[Group], split: list[Group]) -> dict[str, float]:
     """Measure the groups before selection. `split`: those of the players."""
-    metrics = rollout_metrics(groups) | length_metrics(groups) | own_metrics(groups)
+    metrics = length_metrics(groups) | own_metrics(groups)
+    if any(one.policy != "recorded" for group in groups for one in group.trajectories):
+        metrics |= rollout_metrics(groups)  # rows of files have no outcome of their own
     if stage.rollout.players:
         metrics |= player_metrics(groups, split)
     if stage.reward.terms:

@@ -3,15 +3,21 @@
 import json
 import statistics
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 from serial_runs import Finished, trainer
 
 from evolver_async.buffer.log.journal import Journal
 from evolver_async.buffer.state import records
+from evolver_async.checkpoint.checkpoints import load_newest
 from evolver_async.config import SafetyConfig
+from evolver_async.config.load import dump, load
 from evolver_async.errors import TrainingError
+from evolver_async.launch.serial import run as launch_serial
 
 pytestmark = pytest.mark.process
 
@@ -201,3 +207,48 @@ def test_dynamic_sampling_of_what_is_mastered_ends_the_run_with_the_reason(
             "stages.0.steps=26",
             "rollout.temperature=0.05",
         )
+
+
+def written(directory: Path) -> list[str]:
+    """Files of texts, conversations and preferences, as stages that learn from them."""
+    words = ["up", "down", "left", "right"]
+    texts = [{"text": f"{a} {b}"} for a in words for b in words]
+    talks = [{"prompt": f"{a}?", "completion": b} for a, b in pairwise(words)]
+    talks.append({"prompt": "down " * 400, "completion": "up"})  # beyond policy.max_length
+    pairs = [{"prompt": f"{a}?", "chosen": a, "rejected": "no"} for a in words]
+    stages = []
+    for kind, rows in (("text", texts), ("sft", talks), ("dpo", pairs)):
+        path = directory / f"{kind}.jsonl"
+        path.write_text("\n".join(map(json.dumps, rows)))
+        stages.append(f"{{kind: {kind}, steps: 8, data: {{path: {path}}}}}")
+    return [f"stages=[{', '.join(stages)}]", "learner.groups_per_step=4", "eval.episodes=0"]
+
+
+def test_rows_of_files_are_learnt_without_an_episode(
+    bandit: Callable[..., Finished], tmp_path: Path
+) -> None:
+    run = bandit("rows", *written(tmp_path))
+    for kind in ("text", "sft", "dpo"):
+        losses = of_stage(run, kind, "loss/policy")
+        assert len(losses) == 8 and losses[-1] < 0.8 * losses[0]
+    assert of_stage(run, "dpo", "dpo/accuracy")[-1] == 1
+    granted = arrivals(run)
+    assert {record.kind for record in granted} == {"demo"}
+    assert {len(record.members) for record in granted} == {1, 2}
+    assert run.rows[-1]["ledger/filtered"] == 8, "the row that is too long, in every pass"
+    assert run.rows[-1]["failures/data"] >= 8
+    assert not [row for row in run.rows if "eval/success" in row]
+
+
+def test_a_run_that_stopped_within_its_rows_goes_on_with_the_next_ones(
+    bandit: Callable[..., Finished], tmp_path: Path
+) -> None:
+    arguments = written(tmp_path)
+    whole = bandit("whole", *arguments)
+    part = bandit("part", *arguments, "stages.2.steps=3")
+    config = load(part.run_dir / "config.yaml", ["stages.2.steps=8"])
+    dump(config, part.run_dir / "config.yaml")
+    assert launch_serial(config, part.run_dir) == 0
+    newest, _ = load_newest(part.run_dir / "checkpoints", "part")
+    for name, tensor in load_file(newest / "model.safetensors").items():
+        assert torch.equal(tensor, whole.tensors[f"model/{name}"]), name

@@ -12,7 +12,7 @@ import re
 import tempfile
 from array import array
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from hashlib import blake2b
 from itertools import chain
@@ -23,6 +23,7 @@ import msgspec
 import numpy as np
 
 from evolver_async.buffer.tasks import row_tables
+from evolver_async.buffer.tasks.examples import is_conversation
 from evolver_async.buffer.tasks.rows import (
     ARRAYS,
     FIELDS,
@@ -69,6 +70,19 @@ _encode = msgspec.json.Encoder().encode
 
 
 @dataclass(frozen=True)
+class ReadAs:
+    """How rows are read: the keys of `tasks`, or the `columns` of `data`, whose rows may be
+    conversations (`spoken`)."""
+
+    prompt: str = ""
+    split: str = ""
+    answer: str = ""
+    subset: str = ""
+    columns: tuple[tuple[str, str], ...] | None = None
+    spoken: bool = False
+
+
+@dataclass(frozen=True)
 class RowPart:
     """Rows of one file, or of a split of a data set. `at`: the key and the name, for messages."""
 
@@ -96,21 +110,20 @@ def rows_of(tasks: TasksConfig) -> Rows:
                     " files by tasks.path"
                 )
         return rows
-    keys = ("prompt", "split", "answer", "revision", "subset")
-    settings = tuple(getattr(tasks, name) for name in keys)
+    settings = ReadAs(tasks.prompt, tasks.split, tasks.answer, tasks.subset)
     found, revision = list[tuple[str, str, Split | None]](), ""
     for name, split in (("path", None), ("validation", "validation"), ("test", "test")):
         if named := getattr(tasks, name):
             if not Path(named).exists():
                 revision = row_tables.revision_of(f"tasks.{name}", named, tasks)
-            found += [(f"tasks.{name}", one, split) for one in _files(f"tasks.{name}", named)]
+            found += [(f"tasks.{name}", one, split) for one in files_of(f"tasks.{name}", named)]
     if tasks.split and len({split for _, _, split in found}) > 1:
         raise ConfigError("tasks.split: must be empty where tasks.validation or tasks.test is set")
-    states = tuple(_state(Path(file)) for _, file, _ in found)
-    return _read(tuple(found), states, settings, revision)
+    states = tuple(state_of(Path(file)) for _, file, _ in found)
+    return read(tuple(found), states, settings, revision)
 
 
-def _files(at: str, named: str) -> list[str]:
+def files_of(at: str, named: str) -> list[str]:
     """Return the files of a path: itself, or those of a directory."""
     path = Path(named)
     if not path.is_dir() or row_tables.is_saved(path):
@@ -123,7 +136,7 @@ def _files(at: str, named: str) -> list[str]:
     return files
 
 
-def _state(path: Path) -> tuple[int, ...]:
+def state_of(path: Path) -> tuple[int, ...]:
     """Return numbers that change when a file does; none for a data set of the hub."""
     if not path.exists():
         return ()
@@ -132,19 +145,15 @@ def _state(path: Path) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=8)
-def _read(
-    files: tuple[tuple[str, str, Split | None], ...],
-    _: object,
-    settings: tuple[str, ...],
-    revision: str,
+def read(
+    files: tuple[tuple[str, str, Split | None], ...], _: object, settings: ReadAs, revision: str
 ) -> Rows:
     """Read files of rows into a temporary directory that lives as long as the rows."""
-    prompt, split, answer, _revision, subset = settings
     held = tempfile.TemporaryDirectory(prefix="evolver-rows-")
     parts = chain.from_iterable(
-        _parts(at, Path(path), of, bool(prompt), revision, subset) for at, path, of in files
+        parts_of(at, Path(path), of, settings, revision) for at, path, of in files
     )
-    _Writer(Path(held.name), prompt, split, answer).write(_agreeing(parts), revision)
+    _Writer(Path(held.name), settings).write(_agreeing(parts), revision)
     return Rows(Path(held.name), held)
 
 
@@ -159,8 +168,12 @@ def _agreeing(parts: Iterator[RowPart]) -> Iterator[RowPart]:
         yield part
 
 
-def _parts(
-    at: str, path: Path, split: Split | None, prompts: bool, revision: str, subset: str
+def parts_of(
+    at: str,
+    path: Path,
+    split: Split | None = None,
+    settings: ReadAs = ReadAs(),
+    revision: str = "",
 ) -> Iterator[RowPart]:
     """Yield the parts of a file or a data set."""
     if path.is_file():
@@ -170,19 +183,20 @@ def _parts(
         word = "row" if parquet else "line"
         where = f"{at}: {path}"
         found = (
-            _of_tables(row_tables.parquet(where, path), where, prompts)
+            _of_tables(row_tables.parquet(where, path), where, bool(settings.prompt))
             if parquet
-            else _of_lines(path, where)
+            else lines_of(path, where)
         )
         yield RowPart(at, str(path), word, split, found)
         return
-    for name, batches in row_tables.data_set(at, path, revision, subset).items():
+    for name, batches in row_tables.data_set(at, path, revision, settings.subset).items():
         own = NAMES_OF_SPLITS.get(name) if split is None else split
         label = f"{path} ({name})" if name else str(path)
-        yield RowPart(at, label, "row", own, _of_tables(batches, f"{at}: {label}", prompts))
+        rows = _of_tables(batches, f"{at}: {label}", bool(settings.prompt))
+        yield RowPart(at, label, "row", own, rows)
 
 
-def _of_lines(path: Path, where: str) -> Iterator[Record]:
+def lines_of(path: Path, where: str) -> Iterator[Record]:
     """Yield the rows of a file of JSON lines; blank lines are none."""
     try:
         with open(path, "rb") as file:
@@ -201,7 +215,7 @@ def _of_lines(path: Path, where: str) -> Iterator[Record]:
 def _object(line: bytes, where: str, number: int) -> dict[str, Any]:
     """Decode a line. Raises ConfigError for what is no object, or has a key twice."""
     if len(line) > ROW_BYTES:
-        _refuse(where, "line", number, f"{len(line)} bytes, at most {ROW_BYTES} are allowed")
+        refuse(where, "line", number, f"{len(line)} bytes, at most {ROW_BYTES} are allowed")
     try:
         row = _decode(line)
         if type(row) is not dict:
@@ -210,7 +224,7 @@ def _object(line: bytes, where: str, number: int) -> dict[str, Any]:
         if line.count(b":") > len(row) and len(KEY.findall(line)) > _keys(row):
             json.loads(line, object_pairs_hook=_once)
     except (ValueError, RecursionError) as error:
-        _refuse(where, "line", number, str(error))
+        refuse(where, "line", number, str(error))
     return row
 
 
@@ -244,19 +258,20 @@ def _of_tables(
             line = _encode(row)  # NaN becomes null, a timestamp text
             if len(line) > ROW_BYTES:
                 size = f"{len(line)} bytes as JSON, at most {ROW_BYTES} are allowed"
-                _refuse(where, "row", number, size)
+                refuse(where, "row", number, size)
             yield number, row, line
 
 
-def _refuse(where: str, word: str, number: int, problem: str) -> NoReturn:
+def refuse(where: str, word: str, number: int, problem: str) -> NoReturn:
     raise ConfigError(f"{where}, {word} {number}: {problem}")
 
 
 class _Writer:
     """Writer of stored rows: one pass over all parts, with numbers of every row in memory."""
 
-    def __init__(self, directory: Path, prompt: str, split: str, answer: str) -> None:
-        self.directory, self.prompt, self.split, self.answer = directory, prompt, split, answer
+    def __init__(self, directory: Path, settings: ReadAs) -> None:
+        self.directory, self.settings = directory, settings
+        self.prompt, self.split, self.answer = settings.prompt, settings.split, settings.answer
         self.places, self.sizes, self.splits = array("I"), array("I"), bytearray()
         self.names, self.contents = array("Q"), array("Q")
         self.counts = dict.fromkeys(SPLITS, 0)
@@ -291,16 +306,18 @@ class _Writer:
     def _add(self, part: RowPart, file: BinaryIO) -> None:
         where, word, lines = f"{part.at}: {part.name}", part.word, list[bytes]()
         describe = self._prompt if self.prompt else self._task
+        if not self.prompt and self.settings.columns is not None:
+            describe = self._either
         chosen = part.split or ""
         for number, row, line in part.records:
             if not FLAT.issuperset(map(type, row.values())):
                 problem = _not_plain(row)
                 if problem:
-                    _refuse(where, word, number, problem)
+                    refuse(where, word, number, problem)
             try:
                 env, split = describe(row, chosen)
             except ValueError as error:
-                _refuse(where, word, number, str(error))
+                refuse(where, word, number, str(error))
             if not lines:
                 self.columns |= dict.fromkeys(row)
             envs = self.first[split]
@@ -346,6 +363,18 @@ class _Writer:
             return "", NAMES_OF_SPLITS[split]
         return "", self._named(row, self.split) if self.split else BY_BUCKET[digest[0] & 7]
 
+    def _either(self, row: dict[str, Any], split: str) -> tuple[str, Split]:
+        """Note a row of `data`: a conversation, or a task of an environment. The first row decides
+        for all of them."""
+        if not self.names:
+            self.settings = replace(
+                self.settings, spoken=is_conversation(row, dict(self.settings.columns or ()))
+            )
+        if not self.settings.spoken:
+            return self._task(row, split)
+        self.names.append(len(self.names))
+        return "", NAMES_OF_SPLITS[split]
+
     def _task(self, row: dict[str, Any], split: str) -> tuple[str, Split]:
         """Note a row that is a task of an environment; return its environment and its split."""
         if row and row.keys().isdisjoint(FIELDS):
@@ -381,7 +410,9 @@ class _Writer:
                 f"tasks.answer: there is no column {self.answer}; {columns_are([*self.columns])}"
             )
         names = np.frombuffer(self.names, np.uint64)
-        if self.prompt:
+        if self.settings.spoken:
+            pass  # named by their places
+        elif self.prompt:
             again = np.ones(len(names), bool)
             again[np.unique(names, return_index=True)[1]] = False
             names = names.copy()
@@ -409,7 +440,7 @@ class _Writer:
                 self._place(files, first),
             )
             where = f"in {word} {place}" + (f" of {other}" if other != name else "")
-            _refuse(f"tasks.path: {name}", word, at, f"the same task as {where}")
+            refuse(f"tasks.path: {name}", word, at, f"the same task as {where}")
 
     def _place(self, files: list[RowFile], index: int) -> tuple[str, str, int]:
         before = 0

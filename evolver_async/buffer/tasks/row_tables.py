@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from evolver_async.config import ConfigError, TasksConfig, hub
+from evolver_async.config import ConfigError, DataConfig, TasksConfig, hub
 
 BATCH = 4096  # rows that become Python objects at once
 SAVED = ("dataset_dict.json", "state.json")  # in what save_to_disk writes
@@ -62,14 +62,15 @@ def data_set(at: str, path: Path, revision: str, subset: str) -> dict[str, Batch
     return {name: _batches(f"{at}: {path}", one) for name, one in parts.items()}
 
 
-def revision_of(at: str, named: str, tasks: TasksConfig) -> str:
+def revision_of(at: str, named: str, tasks: TasksConfig | DataConfig) -> str:
     """Return the commit of a data set of the hub. ConfigError if it must not be downloaded."""
     if not hub.is_id(named):
         raise ConfigError(f"{at}: {named}: No such file or directory")
     if not tasks.download:
         raise ConfigError(
-            f"{at}: {named} is no file or directory here; tasks.download=true downloads the data"
-            " set of this name from the Hugging Face hub"
+            f"{at}: {named} is no file or directory here;"
+            f" {at.partition('.')[0]}.download=true downloads the data set of this"
+            " name from the Hugging Face hub"
         )
     _require("datasets", f"{at}: {named}")
     import huggingface_hub

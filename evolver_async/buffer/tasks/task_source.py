@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from evolver_async.buffer.tasks.data_files import DataTasks
 from evolver_async.buffer.tasks.rows import GivenTasks, spread
 from evolver_async.schema import Task
 from evolver_async.splits import Split
@@ -31,7 +32,8 @@ class TaskSource:
 
     `train`: number of distinct training tasks, 0 for an unbounded set. `evaluated`: split of the
     evaluations that have no set of their own. `mixture`: several environments instead of `env`.
-    `given`: tasks of rows, `train` of them in the train split. `greedy`: evaluations do not sample.
+    `given`: tasks of rows, `train` of them in the train split; `data`: rows to learn from, which
+    take the place of all training tasks. `greedy`: evaluations do not sample.
     `solved`, `failed`: the chance that a pass over a finite set, or over the pool, includes a task
     whose newest group succeeded, or failed, in all its members: such a group has no contrast.
     """
@@ -44,6 +46,7 @@ class TaskSource:
     evaluated: Split = "validation"
     mixture: tuple[MixturePart, ...] = ()
     given: GivenTasks | None = None
+    data: DataTasks | GivenTasks | None = None
     greedy: bool = False
 
     @cached_property
@@ -53,19 +56,23 @@ class TaskSource:
     @property
     def named(self) -> object:
         """Return what its ids name: sources that agree in it have equal tasks under equal ids."""
+        if self.data is not None:
+            return self.data.named
         return self.parts if self.given is None else self.given.named
 
     @cached_property
     def envs(self) -> frozenset[str]:
         """The names of all environments that its tasks need."""
+        if self.data is not None:
+            return self.data.envs
         if self.given is not None:
             return self.given.envs
         return frozenset(part.env for part in self.parts)
 
     def task(self, split: Split, number: int) -> Task:
         """The task of this number; given tasks repeat after the last one."""
-        if self.given is not None:
-            return self.given.task(split, number % self.given.count(split))
+        if (rows := self.rows(split)) is not None:
+            return rows.task(split, number % rows.count(split))
         part = self.part(number)
         return Task(
             task_id=f"{part.env}/{split}/{number}",
@@ -77,9 +84,13 @@ class TaskSource:
 
     def task_id(self, split: Split, number: int) -> str:
         """The id of the task of this number."""
-        if self.given is not None:
-            return self.given.task_id(split, number % self.given.count(split))
+        if (rows := self.rows(split)) is not None:
+            return rows.task_id(split, number % rows.count(split))
         return f"{self.part(number).env}/{split}/{number}"
+
+    def rows(self, split: Split) -> DataTasks | GivenTasks | None:
+        """Return the rows that a split's tasks are made of, None if they are numbered."""
+        return self.data if split == "train" and self.data is not None else self.given
 
     def part(self, number: int) -> MixturePart:
         """The environment of the task of this number.
@@ -99,8 +110,8 @@ class TaskSource:
 
     def examples(self, split: Split = "train") -> list[Task]:
         """One task of this split of every part of the mixture, or of a few rows."""
-        if self.given is not None:
-            return self.given.examples(split)
+        if (rows := self.rows(split)) is not None:
+            return rows.examples(split)
         return [replace(self, mixture=(part,)).task(split, 0) for part in self.parts]
 
 

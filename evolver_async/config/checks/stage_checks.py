@@ -4,6 +4,7 @@ import shlex
 from collections.abc import Iterator
 
 from evolver_async.config.sections import Config
+from evolver_async.config.sections.data import DATA_COLUMNS
 from evolver_async.config.sections.run import FINAL_SET, SUPERVISED
 from evolver_async.config.values.rules import check_plain
 
@@ -13,31 +14,43 @@ def stages(config: Config) -> Iterator[tuple[str, str]]:
     if not config.stages:
         yield "stages", "needs at least one stage"
     for index, stage in enumerate(config.stages):
-        if not (stage.steps or stage.tokens or stage.hours or stage.until_success):
+        limits = stage.steps, stage.epochs, stage.tokens, stage.hours, stage.until_success
+        if not any(limits):
             yield f"stages[{index}]", "has no limit: set steps, tokens, hours or until_success"
 
 
 def limits(config: Config, index: int) -> Iterator[tuple[str, str]]:
     """Require what the limits and the kind of a stage need from other sections."""
     stage, where = config.stages[index], f"stages[{index}]"
-    limited = stage.steps or stage.tokens or stage.hours
-    if not limited and not config.eval.every:
-        yield f"{where}.until_success", "needs evaluations, or another limit: eval.every is 0"
+    rows, steps = config.data.path, stage.steps or stage.epochs
+    limited = steps or stage.tokens or stage.hours
+    if stage.epochs and not rows:
+        yield f"{where}.epochs", "counts passes over the rows of data.path: set it, or steps"
+    if stage.epochs and stage.steps:
+        yield f"{where}.epochs", f"must be 0: {where}.steps is {stage.steps}"
+    if stage.kind == "text" and not rows:
+        yield f"{where}.data.path", "must name rows: a stage of kind text learns texts of files"
+    for name in config.data.columns if rows else ():
+        if name not in DATA_COLUMNS:
+            yield f"data.columns.{name}", f"must be one of {', '.join(DATA_COLUMNS)}"
+    if not limited and not (config.eval.every and config.eval.episodes):
+        none = "eval.every" if config.eval.episodes else "eval.episodes"
+        yield f"{where}.until_success", f"needs evaluations, or another limit: {none} is 0"
     if stage.kind != "rl" and not limited:
         yield (
             f"{where}.until_success",
             f"a stage of kind {stage.kind} is evaluated only after its end: set steps, tokens or"
             " hours",
         )
-    if stage.kind == "dpo" and config.rollout.group_size == 1:
+    if stage.kind == "dpo" and config.rollout.group_size == 1 and not rows:
         yield "rollout.group_size", f"must be at least 2: {where} compares members of a group"
-    if (decay := config.learner.decay) != "none" and not stage.steps:
+    if (decay := config.learner.decay) != "none" and not steps:
         yield f"{where}.steps", f"must be set: learner.decay={decay} runs over the stage's steps"
     decays = "alpha_final" in config.advantage.facts.reads and config.advantage.alpha_final >= 0
     if stage.kind == "rl" and decays and not stage.steps:
         yield f"{where}.steps", "must be set: advantage.alpha_final is reached at the last step"
     groups = config.learner.groups_per_step
-    if stage.kind in SUPERVISED and config.buffer.demo_groups < groups:
+    if stage.kind in SUPERVISED and config.buffer.demo_groups < groups and not rows:
         least = f"must be at least learner.groups_per_step ({groups})"
         yield "buffer.demo_groups", f"{least}, or {where} never fills a step"
 

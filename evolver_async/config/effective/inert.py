@@ -44,6 +44,7 @@ def inert(config: Config, stage: StageConfig) -> dict[str, str]:
     rules = [_experience, _judge, _questioning, _endpoints, _tasks, _processes, _rollout, _safety]
     rules += [_loss, _schedule]
     if kind == "rl":
+        found |= dict(_below("data", "an rl stage trains on rollouts"))
         rules += [_of_kinds, _advantage, _correction]
     for rule in rules:
         for key, why in rule(config):
@@ -182,6 +183,8 @@ def _endpoints(config: Config) -> Inert:
 
 def _tasks(config: Config) -> Inert:
     tasks = config.tasks
+    if not config.data.path:
+        yield from _but(_below("data", "data.path is empty"), "data.path")
     if not tasks.path:
         rows = ("prompt", "answer", "split", "validation", "test", "download", "revision", "subset")
         yield from _named("tasks", rows, "tasks.path is empty")
@@ -194,6 +197,8 @@ def _tasks(config: Config) -> Inert:
     if config.buffer.max_ready >= bound:
         why = f"buffer.max_staleness={config.buffer.max_staleness} bounds ready groups already"
         yield "buffer.max_ready", why
+    if not config.eval.episodes:
+        yield from _but(_below("eval", "eval.episodes=0"), "eval.episodes")
     if not config.eval.every:
         yield from ((f"eval.sets.{name}.every", "eval.every=0") for name in named_sets(config))
 

@@ -9,7 +9,7 @@ from evolver_async.config.sections.agentevolver import (
     QuestioningConfig,
     ReflectionConfig,
 )
-from evolver_async.config.sections.data import BufferConfig, TasksConfig
+from evolver_async.config.sections.data import BufferConfig, DataConfig, TasksConfig
 from evolver_async.config.sections.learner import (
     AdvantageConfig,
     CorrectionConfig,
@@ -49,6 +49,7 @@ class Config:
     policy: Annotated[PolicyConfig, Scope.RUN | Scope.WEIGHTS] = field(default_factory=PolicyConfig)
     env: EnvConfig = field(default_factory=EnvConfig)
     tasks: Annotated[TasksConfig, Scope.DATA] = field(default_factory=TasksConfig)
+    data: Annotated[DataConfig, Scope.DATA] = field(default_factory=DataConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     reward: Annotated[RewardConfig, Scope.RUN] = field(default_factory=RewardConfig)
     engine: Annotated[EngineConfig, Scope.RUN] = field(default_factory=EngineConfig)

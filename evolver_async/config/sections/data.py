@@ -51,6 +51,28 @@ class TasksConfig:
     mixture: list[PartConfig] = field(default_factory=list)  # several environments instead of one
 
 
+DATA_COLUMNS = (  # what a column of `data` can hold
+    *("messages", "prompt", "completion", "chosen", "rejected", "label", "text", "tools"),
+)
+
+
+@dataclass
+class DataConfig:
+    """Rows that stages learn from without playing: demonstrations, preferences, texts. `data` of a
+    stage is short for `override.data`."""
+
+    # as tasks.path: rows with messages, prompt and completion, prompt, chosen and rejected, prompt,
+    # completion and label, or text; or tasks of an environment with actions in `reference`
+    path: RowsPath = ""
+    # names of the columns, where they differ: {prompt: question, completion: answer}
+    columns: dict[str, str] = field(default_factory=dict)
+    # turns of the assistant in messages that are learnt; a message with weight 0 never is
+    turns: Literal["all", "last"] = "all"
+    download: bool = False  # path may be downloaded from the hub; a run keeps its own copy
+    revision: str = ""  # of the hub's data set; a run records the commit
+    subset: str = ""  # the hub's data set has several configurations: the name of one
+
+
 Archive = Annotated[str, Pattern(r"none|all|\d+", "one of none, all, <bytes>")]
 
 

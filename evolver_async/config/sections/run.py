@@ -75,9 +75,11 @@ class StageConfig:
     """One stretch of training. It ends at the first of its limits (0 = no such limit)."""
 
     kind: Annotated[
-        Literal["sft", "world_model", "reflect", "dpo", "rl"], Scope.RUN | Scope.REPLAY
+        Literal["sft", "text", "world_model", "reflect", "dpo", "rl"], Scope.RUN | Scope.REPLAY
     ] = "rl"
     steps: int = 0  # learner steps
+    # passes over the rows of `data`; a run's config.yaml has the steps that they take
+    epochs: float = 0.0
     tokens: int = 0  # trained ACTION tokens
     hours: float = 0.0
     until_success: Fraction = 0.0  # the newest eval/success reaches this value
@@ -93,7 +95,9 @@ class StageConfig:
     override: dict[str, Any] = field(default_factory=dict)
 
 
-SUPERVISED = ("sft", "world_model", "reflect")  # kinds that train on scripted episodes
+SUPERVISED = ("sft", "text", "world_model", "reflect")  # kinds without a policy's own episodes
+BRANCHED = ("world_model", "reflect")  # kinds that try other actions beside the expert's
+PAIRED = ("dpo",)  # kinds that compare a better conversation with a worse one
 
 
 def limits_reached(
@@ -148,7 +152,7 @@ class EvalConfig:
     # of the run's own evaluations, by which checkpoint.keep_best, until_success, rollback and a
     # study's best decide; auto: validation, of rows without one test
     split: Literal["auto", Split] = "auto"
-    episodes: Count = 256
+    episodes: int = 256  # 0: there are no evaluations
     # tasks of the split test, evaluated after the last stage alone as eval/test/…; 0: none, and
     # none where test decides
     final_episodes: int = 512

@@ -233,6 +233,8 @@ class View:
         for name, pattern in (
             ("success", "{train/success}"),
             ("reward", "{train/reward_mean} ± {train/reward_std}"),
+            *(() if "train/success" in self.row else [("loss", "{loss/policy}")]),
+            *(() if "train/success" in self.row else [("preferred", "{dpo/accuracy}")]),
             ("staleness", "{staleness/mean} (max {staleness/max})"),
             ("ess", "{offpolicy/ess}"),
             ("tokens/s", "{throughput/tokens_per_s}"),

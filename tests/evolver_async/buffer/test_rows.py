@@ -198,9 +198,9 @@ def test_a_run_keeps_its_own_copy_of_its_tasks(tmp_path, monkeypatch):
 
 def test_a_process_reads_a_file_once_and_a_run_s_own_rows_never(tmp_path, monkeypatch):
     path = written(tmp_path / "t", BOTH)
-    read, opened = row_files._of_lines, list[Path]()
+    read, opened = row_files.lines_of, list[Path]()
     monkeypatch.setattr(
-        row_files, "_of_lines", lambda path, at: (opened.append(path), read(path, at))[1]
+        row_files, "lines_of", lambda path, at: (opened.append(path), read(path, at))[1]
     )
     config = load(None, [STAGE, f"tasks.path={path}", "env.name=bandit"])
     for _ in range(3):

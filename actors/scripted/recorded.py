@@ -1,0 +1,223 @@
+"""Episodes that somebody else has recorded: conversations of files, as the policy would have had
+them.
+
+The context of every turn is what the chat template writes for the messages before it, the turn is
+what the template adds for the assistant's message, up to the token that ends turns: tokens that the
+policy itself would have been shown, and would have had to write. A template that changes earlier
+turns (one that drops their thoughts) gives each turn a context of its own, as in an episode.
+"""
+
+import json
+import logging
+from typing import Any
+
+from actors.endpoint.request import ChatMessage
+from actors.endpoint.template import Template
+from actors.endpoint.tools import ChatToolCall
+from actors.engines.engine import Generation
+from actors.formats.chat import Chat, Stream
+from actors.rollout.episode_config import Setting
+from actors.rollout.finished import Deliver, Finished, assembled
+from actors.ticket_progress import TicketProgress
+from evolver_async.buffer.tasks.data_files import DataTasks
+from evolver_async.buffer.tasks.examples import THOUGHTS, RowExample, examples_of
+from evolver_async.config import Config, ConfigError
+from evolver_async.schema import Role, Sequence, Ticket
+
+log = logging.getLogger(__name__)
+
+ASKED = {"role": "user", "content": ""}
+THOUGHT = "<think>\n{}\n</think>\n\n"  # where a template writes none
+
+
+class RowLeftOut(ValueError):
+    """A row that cannot be learnt. `reason`: of all rows alike, in a few words."""
+
+    def __init__(self, reason: str, detail: str) -> None:
+        super().__init__(detail)
+        self.reason = reason
+
+
+class ConversationRenderer:
+    """Renderer of recorded conversations for the policy of one stage."""
+
+    def __init__(self, chat: Chat, stage: Config) -> None:
+        self.columns = stage.data.columns
+        self._chat = chat
+        self._template = Template(chat)
+        self._max_length = stage.policy.max_length
+        self._turns = stage.data.turns
+        self._system = stage.rollout.system_prompt
+
+    def sequences(self, example: RowExample) -> list[Sequence]:
+        """Return the sequences of a conversation, or of a text. Raise RowLeftOut."""
+        if example.text:
+            return self._pieces(example.text)
+        written = self._turns_of(example)
+        found = list[Stream]()
+        told = ""  # what the stream holds, as text
+        for number, (context, turn) in enumerate(written):
+            if found and context.startswith(told):
+                found[-1].read(self._chat.tokens_of(context[len(told) :]), Role.OBSERVATION)
+            else:
+                found.append(Stream())
+                found[-1].read(self._chat.whole_tokens(context), Role.PROMPT)
+            tokens, last = self._chat.tokens_of(turn), self._chat.end_of_turn
+            if last is not None and tokens[-1:] and tokens[-1] not in self._chat.stop_tokens:
+                tokens.append(last)
+            found[-1].write(_spoken(tokens), number)
+            told = context + turn
+        if (longest := max(len(one.tokens) for one in found)) > self._max_length:
+            limit = f"policy.max_length is {self._max_length}"
+            raise RowLeftOut("too long", f"{longest} tokens: {limit}")
+        return [one.sequence() for one in found]
+
+    def _pieces(self, text: str) -> list[Sequence]:
+        """Cut a text into contexts; of each the first token has nothing to be predicted from."""
+        chat, most = self._chat, self._max_length
+        tokens = chat.whole_tokens(chat.plain(text))
+        tokens += [] if chat.end_of_text is None else [chat.end_of_text]
+        pieces = []
+        for number, start in enumerate(range(0, len(tokens), most)):
+            stream = Stream()
+            stream.write(_spoken(tokens[start : start + most]), number)
+            pieces.append(stream.sequence())
+        return pieces
+
+    def _turns_of(self, example: RowExample) -> list[tuple[str, str]]:
+        """Return the text before every turn that is learnt, and that of the turn."""
+        said = example.messages
+        if self._system and said[0].role != "system":
+            said = [said[0]._replace(role="system", content=self._system, learnt=False), *said]
+        converted = tuple(
+            ChatMessage(
+                one.role,
+                one.content,
+                tuple(ChatToolCall(name, json.dumps(given)) for name, given in one.calls),
+            )
+            for one in said
+        )
+        messages, tools = self._template.conversation(converted, example.tools)
+        places = [place for place, one in enumerate(messages) if one["role"] == "assistant"]
+        own = [one for one in said if one.role == "assistant"]
+        wanted = list[int]()
+        for place, one in zip(places, own, strict=True):
+            if one.thought:
+                messages[place] = self._with_thought(messages[place], self._chat.plain(one.thought))
+            if one.learnt:
+                wanted.append(place)
+        if self._turns == "last":
+            wanted = wanted[-1:]
+        return [self._rendered(messages, place, tools) for place in wanted]
+
+    def _with_thought(self, message: dict[str, Any], thought: str) -> dict[str, Any]:
+        """Return the assistant's message with its thought where the template writes it."""
+        for name in THOUGHTS:
+            thinking = message | {name: thought}
+            try:
+                if thought in self._chat.render([ASKED, thinking], opens=False):
+                    return thinking
+            except Exception as error:  # templates raise exceptions of any kind
+                log.debug("a template without %s: %s", name, error)
+        return message | {"content": THOUGHT.format(thought) + message["content"]}
+
+    def _rendered(
+        self, messages: list[dict[str, Any]], place: int, tools: list[dict[str, Any]]
+    ) -> tuple[str, str]:
+        def rendered(some: list[dict[str, Any]], opens: bool) -> str:
+            return self._chat.render(some, tools, opens=opens)
+
+        try:
+            before = rendered(messages[:place], True)
+            after = rendered(messages[: place + 1], False)
+            behind = rendered(messages[: place + 2], False)
+            if after.startswith(before):
+                turn = after[len(before) :]
+            else:  # it changes what stands before it: harmony's drops a thought before its answer
+                alone = rendered([ASKED, messages[place]], False)
+                turn = alone.removeprefix(rendered([ASKED], True))
+                if turn == alone:
+                    raise ValueError("it writes no turn of the assistant behind its own opening")
+        except Exception as error:  # templates raise exceptions of any kind
+            raise RowLeftOut("the chat template refuses it", str(error)) from None
+        if (end := self._chat.end_of(turn)) is not None:
+            return before, turn[:end]
+        # what ends a turn can be the head of the message behind it
+        rest = behind[len(after) :] if behind.startswith(after) else ""
+        ends = self._chat.mark(rest) in self._chat.stop_tokens
+        return before, turn + (rest[: self._chat.end_of(rest)] if ends else "")
+
+
+def _spoken(tokens: list[int]) -> Generation:
+    return Generation(tokens=tokens, logprobs=[0.0] * len(tokens), weights=[], finish="stop")
+
+
+def check_rendered(renderer: ConversationRenderer, tasks: DataTasks, kind: str) -> None:
+    """Raise ConfigError, naming file and row, if none of the rows looked at can be learnt."""
+    problem = ""
+    for task in tasks.examples("train"):
+        try:
+            for one in examples_of(task.row, kind, tasks.columns):
+                renderer.sequences(one)
+            return
+        except RowLeftOut as left_out:
+            problem = problem or f"{task.task_id}: {left_out}"
+    raise ConfigError(f"data.path: no row that was looked at can be learnt, such as {problem}")
+
+
+def deliver_row(
+    ticket: Ticket,
+    setting: Setting,
+    renderer: ConversationRenderer,
+    kind: str,
+    progress: TicketProgress,
+    deliver: Deliver,
+) -> None:
+    """Deliver the members that a row makes for a stage of this kind. One that cannot be learnt is
+    counted by its reason, and its members have nothing to train."""
+    task = ticket.task
+    try:
+        if task.query:
+            raise RowLeftOut("no JSON", task.query)
+        try:
+            examples = examples_of(task.row, kind, renderer.columns)
+        except ValueError as error:
+            raise RowLeftOut("not readable", str(error)) from None
+        made = [renderer.sequences(one) for one in examples]
+        rewards = [one.reward for one in examples]
+    except RowLeftOut as left_out:
+        setting.failures.note("data", left_out.reason, f"{task.task_id}: {left_out}")
+        nothing = Stream()
+        nothing.read([0], Role.PROMPT)
+        made = [[nothing.sequence()] for _ in range(max(ticket.members) + 1)]
+        rewards = [1.0, *[0.0] * len(made)]
+    for member in ticket.members:
+        deliver(_finished(ticket, member, setting, made[member], rewards[member]))
+        progress.played += 1
+
+
+def _finished(
+    ticket: Ticket, member: int, setting: Setting, sequences: list[Sequence], reward: float
+) -> Finished:
+    turns = 1 + max(int(one.turns.max()) for one in sequences)
+    return assembled(
+        ticket,
+        member,
+        setting,
+        "recorded",
+        sequences,
+        rewards=[*[0.0] * (turns - 1), reward] if turns else [],
+        flags=[0] * turns,
+        outcome=(reward > 0, True),
+        seconds=(0.0, 0.0, 0.0),
+        turns=[],
+        query="",
+        content=ticket.task.task_id,
+        instructions="",
+        ending="",
+        acted=[],
+        tools=[],
+        experience_ids=[],
+        scores=[],
+        metrics={},
+    )

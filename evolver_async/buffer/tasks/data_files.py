@@ -1,0 +1,206 @@
+"""Files of `data`: rows to learn from, as tasks that say which row and nothing else.
+
+JSON lines are copied as they are and cut at their ends of lines, without a look at most of them: a
+million conversations begin within seconds, and a row that cannot be read is left out, by name, when
+its turn comes. Those looked at before a start are the first ones and some of the others.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from hashlib import blake2b
+from itertools import islice
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import msgspec
+import numpy as np
+
+from evolver_async.buffer.tasks import row_files, row_tables
+from evolver_async.buffer.tasks.examples import examples_of, is_conversation
+from evolver_async.buffer.tasks.rows import (
+    LINES,
+    META,
+    ROW_BYTES,
+    GivenTasks,
+    Meta,
+    RowFile,
+    Rows,
+    opened,
+    spread,
+    stored,
+)
+from evolver_async.config import ConfigError, DataConfig
+from evolver_async.schema import Task
+from evolver_async.splits import Split
+
+AT = "data.path"
+LOOKED_AT = 64  # first rows that are read before a start
+CHUNK = 1 << 24  # bytes that are copied at once
+NEWLINE = ord("\n")
+
+
+@dataclass(frozen=True)
+class DataTasks:
+    """Tasks that are rows to learn from. `env`: the environment that they are counted under."""
+
+    rows: Rows
+    env: str
+    columns: Mapping[str, str]
+
+    def count(self, split: Split) -> int:
+        return self.rows.meta.counts.get(split, 0)
+
+    @property
+    def named(self) -> object:
+        """Return what decides the tasks: equal values have equal tasks under equal ids."""
+        return self.rows.meta.digests
+
+    @property
+    def envs(self) -> frozenset[str]:
+        return frozenset((self.env,))
+
+    def task_id(self, split: Split, number: int) -> str:
+        """Return the id of a task: file and place of its row."""
+        return self.rows.where(self.rows.index(split, number))
+
+    def task(self, split: Split, number: int) -> Task:
+        """Make the task of a row; one that is not JSON, or no object, has the problem as text."""
+        index = self.rows.index(split, number)
+        try:
+            row, problem = self.rows.row(index), ""
+            if not isinstance(row, dict):
+                row, problem = {}, "is no object"
+        except ValueError as error:
+            row, problem = {}, str(error)
+        task_id = self.rows.where(index)
+        return Task(
+            task_id=task_id, env=self.env, split=split, map_seed=index, row=row, query=problem
+        )
+
+    def examples(self, split: Split) -> list[Task]:
+        """Make tasks of the first rows and of some others."""
+        count = self.count(split)
+        numbers = {*range(min(LOOKED_AT, count)), *spread(count)}
+        return [self.task(split, number) for number in sorted(numbers)]
+
+
+def data_tasks(data: DataConfig, env: str, params: Mapping[str, object]) -> DataTasks | GivenTasks:
+    """Return the tasks of rows: conversations, or tasks of environments with their solutions.
+
+    Raises ConfigError, which names key, file and row.
+    """
+    rows = data_rows(data)
+    if is_conversation(dict.fromkeys(rows.meta.columns, 0), data.columns):
+        return DataTasks(rows, env, data.columns)
+    return GivenTasks(rows, env, dict(params))
+
+
+def data_rows(data: DataConfig) -> Rows:
+    """Return the rows of `data`; a process reads the same files once. Raises ConfigError."""
+    if stored(path := Path(data.path)):
+        return opened(path)
+    revision = ""
+    if not path.exists():
+        revision = row_tables.revision_of(AT, data.path, data)
+    files = tuple(row_files.files_of(AT, data.path))
+    states = tuple(row_files.state_of(Path(file)) for file in files)
+    return _read(files, states, tuple(data.columns.items()), revision, data.subset)
+
+
+@lru_cache(maxsize=8)
+def _read(
+    files: tuple[str, ...],
+    _: object,
+    columns: tuple[tuple[str, str], ...],
+    revision: str,
+    subset: str,
+) -> Rows:
+    """Read files into a temporary directory that lives as long as the rows."""
+    lines = [path for file in files if (path := Path(file)).is_file() and path.suffix != ".parquet"]
+    first = next(iter(row_files.lines_of(lines[0], f"{AT}: {lines[0]}")), None) if lines else None
+    if first is not None and is_conversation(first[1], dict(columns)):
+        held = TemporaryDirectory(prefix="evolver-rows-")
+        _copy(lines, Path(held.name), [*first[1]])
+        return Rows(Path(held.name), held)
+    settings = row_files.ReadAs(columns=columns, subset=subset)
+    return row_files.read(tuple((AT, file, "train") for file in files), _, settings, revision)
+
+
+def _copy(files: list[Path], directory: Path, columns: list[str]) -> None:
+    """Write stored rows of files of JSON lines, whose lines nobody has read yet.
+
+    Blank lines become part of the row before them, as JSON may end in blanks.
+    """
+    starts, places, named = [np.zeros(0, np.int64)], [np.zeros(0, np.uint32)], list[RowFile]()
+    digest, written = blake2b(digest_size=16), 0
+    with open(directory / LINES, "wb") as copy:
+        for path in files:
+            where = f"{AT}: {path}"
+            for _ in islice(row_files.lines_of(path, where), LOOKED_AT):
+                pass  # its beginning, and lines that are no objects, are refused
+            found, begin, last = [np.zeros(1, np.int64)], written, b"\n"
+            with open(path, "rb") as file:
+                while chunk := file.read(CHUNK):
+                    ends = np.flatnonzero(np.frombuffer(chunk, np.uint8) == NEWLINE)
+                    found.append(ends + (written - begin + 1))
+                    digest.update(chunk)
+                    written += copy.write(chunk)
+                    last = chunk[-1:]
+            if last != b"\n":
+                found.append(np.array([written - begin + 1]))
+                digest.update(b"\n")
+                written += copy.write(b"\n")
+            begins = np.concatenate(found)
+            sizes = np.diff(begins)
+            if (longest := int(sizes.max(initial=0))) > ROW_BYTES:
+                place = int(sizes.argmax()) + 1
+                row_files.refuse(where, "line", place, f"{longest} bytes, at most {ROW_BYTES}")
+            kept = np.flatnonzero(_filled(path, begins[:-1], sizes))
+            if not len(kept):
+                raise ConfigError(f"{where}: has no rows")
+            starts.append(begins[:-1][kept] + begin)
+            places.append((kept + 1).astype(np.uint32))
+            named.append(RowFile(str(path), "line", len(kept)))
+    start = np.concatenate(starts)
+    count = len(start)
+    arrays = {
+        "starts": np.append(start, written).astype(np.uint64),
+        "order": np.arange(count, dtype=np.uint32),
+        "names": np.arange(count, dtype=np.uint64),
+        "places": np.concatenate(places),
+    }
+    for name, array in arrays.items():
+        np.save(directory / f"{name}.npy", array)
+    meta = Meta(
+        prompt="",
+        split="",
+        columns=columns,
+        files=named,
+        counts={"train": count},
+        digests={"train": digest.hexdigest()},
+        first={"train": {"": 0}},
+    )
+    (directory / META).write_bytes(msgspec.json.encode(meta))
+
+
+def _filled(path: Path, starts: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+    """Return for every line whether it holds more than blanks; only short ones are read."""
+    filled = np.ones(len(starts), bool)
+    with open(path, "rb") as file:
+        for index in np.flatnonzero(sizes <= 8).tolist():
+            file.seek(int(starts[index]))
+            filled[index] = bool(file.read(int(sizes[index])).strip())
+    return filled
+
+
+def check_examples(tasks: DataTasks, kind: str) -> None:
+    """Raise ConfigError, naming file and row, for one of the rows looked at that a stage of a
+    `kind` cannot learn from."""
+    for task in tasks.examples("train"):
+        try:
+            if task.query:
+                raise ValueError(task.query)
+            examples_of(task.row, kind, tasks.columns)
+        except ValueError as error:
+            raise ConfigError(f"{AT}: {task.task_id}: {error}") from None
