@@ -243,12 +243,11 @@ def counts(wrong: int, correct: int, members: int) -> tuple[int, int]:
     """Return the numbers of wrong and correct members to keep; `members` is 0 (all) or at least 4.
 
     k_wrong = clamp(round(wrong members / n), min(2, wrong), members - min(2, correct)), the rest
-    correct; if one side has too few, the other takes its places.
+    correct.
     """
     size = min(members or wrong + correct, wrong + correct)
     k_wrong = round(wrong * size / (wrong + correct))
     k_wrong = max(min(LEAST, wrong), min(k_wrong, size - min(LEAST, correct)))
-    k_wrong = min(max(k_wrong, size - correct), wrong)
     return k_wrong, size - k_wrong
 
 
