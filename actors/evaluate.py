@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from actors.endpoint.runner import JudgementMissing, make_agents
+from actors.endpoint.runner import JudgementMissing, RewardMissing, make_agents
 from actors.engines.factory import load_engine
 from actors.envs.base import EnvironmentFailure
 from actors.envs.exact import exact
@@ -30,6 +30,7 @@ from evolver_async.checkpoint import history, shards
 from evolver_async.config import Config
 from evolver_async.config.effective.changes import with_values
 from evolver_async.config.load import stage_config
+from evolver_async.config.sections.rollout import USERS
 from evolver_async.launch.run_directory import config_of
 from evolver_async.metrics.replies import SavedReply
 from evolver_async.metrics.replies import save as save_replies
@@ -39,6 +40,8 @@ from evolver_async.randomness import key
 from evolver_async.rewards import player_means, term_means
 from evolver_async.schema import Role, Sampling, Task, Ticket, Trajectory, WeightId
 from evolver_async.splits import Split
+
+FAILED = EnvironmentFailure, EpisodeLate, JudgementMissing, RewardMissing, Unscorable
 
 
 def evaluate(
@@ -82,6 +85,8 @@ def _evaluated(
     config: Config, name: str, episodes: int, weights: dict | None, save: Path | None
 ) -> str:
     """Play the episodes of the last stage; `weights`: None for those of the policy directory."""
+    if config.rollout.agent == USERS:
+        raise ValueError("rollout.agent: users play no held-out tasks; evaluate an export instead")
     last = len(config.stages) - 1
     staged = stage_config(config, last)
     source = source_of(staged)
@@ -238,10 +243,11 @@ async def play_all(
                 else:
                     await agents.run(ticket, setting, TicketProgress(), played.append)
                 for one in played:
+                    ended = one if one.rewarded is None else await one.rewarded()
                     if scorer is not None:
-                        await scorer.score(task, one, setting, False, stage)
-                    trajectories.append(one.trajectory)
-            except (EnvironmentFailure, EpisodeLate, JudgementMissing, Unscorable) as failure:
+                        await scorer.score(task, ended, setting, False, stage)
+                    trajectories.append(ended.trajectory)
+            except FAILED as failure:
                 failures.append(f"{task.task_id}: {failure}")
 
     async with asyncio.TaskGroup() as group:

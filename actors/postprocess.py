@@ -10,12 +10,13 @@ import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from msgspec.structs import replace
 
-from actors.endpoint.runner import AgentRunner, JudgementMissing
+from actors.endpoint.conversations import Conversations
+from actors.endpoint.runner import AgentRunner, JudgementMissing, RewardMissing
 from actors.engines.weight_sync import WeightsLate
 from actors.envs.base import EnvironmentFailure
 from actors.experience.guide import ExperienceGuide
@@ -45,6 +46,11 @@ class Ungraded(Exception):
     """No grade could be given to an episode; its member has to be played again."""
 
 
+Component: TypeAlias = (
+    Judge | ExperienceGuide | Questioner | AgentRunner | Conversations | Reflector | RewardScorer
+)
+
+
 @dataclass
 class ActorComponents:
     """Optional components of an actor beside engine and environments; None if not configured."""
@@ -52,7 +58,7 @@ class ActorComponents:
     judge: Judge | None = None
     guide: ExperienceGuide | None = None
     questioner: Questioner | None = None
-    agents: AgentRunner | None = None
+    agents: AgentRunner | Conversations | None = None
     reflector: Reflector | None = None
     failures: FailureCounts = field(default_factory=FailureCounts)  # theirs and the episodes'
     idle: IdleEnvironments = field(default_factory=IdleEnvironments)
@@ -69,9 +75,7 @@ class ActorComponents:
         """Return the seconds of the agents between their calls."""
         return self.agents.worked_s() if self.agents is not None else 0.0
 
-    def _made(
-        self,
-    ) -> list[Judge | ExperienceGuide | Questioner | AgentRunner | Reflector | RewardScorer]:
+    def _made(self) -> list[Component]:
         known = (self.judge, self.guide, self.questioner, self.agents, self.reflector, self.scorer)
         return [component for component in known if component is not None]
 
@@ -205,6 +209,8 @@ class TicketPostprocessing:
 
     async def _process(self, finished: Finished) -> None:
         member = finished.trajectory.member
+        if finished.rewarded is not None:
+            finished = await finished.rewarded()
         graded = await self._grade(finished)
         if self.components.scorer is not None and self.ticket.kind in ("rollout", "eval"):
             await self._score(self.components.scorer, finished, graded)
@@ -277,6 +283,8 @@ def release_reason(error: Exception, ticket: Ticket) -> str:
             return "environment"
         case EpisodeLate():
             return "engine"
+        case RewardMissing():
+            return "reward"
         case Ungraded() | JudgementMissing():
             return "grade"
     return "error"

@@ -24,7 +24,7 @@ from evolver_async.splits import SPLITS
 from evolver_async.terminal import say
 
 # Commands that run functions of the user's own; others import nothing of the working directory.
-OWN_CODE = ("train", "study", "rerun", "doctor", "config", "eval", "export", *PROCESSES)
+OWN_CODE = ("train", "serve", "study", "rerun", "doctor", "config", "eval", "export", *PROCESSES)
 
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
@@ -38,7 +38,7 @@ def main(arguments: list[str] | None = None) -> int:
         hint = f", did you mean {close[0]}?" if close else ""
         parser.error(f"{first}: unknown command{hint}")
     args, rest = parser.parse_known_args(arguments)
-    takes_changes = args.command in ("train", "study", "rerun", "doctor", "config", "eval")
+    takes_changes = args.command in ("train", "serve", "study", "rerun", "doctor", "config", "eval")
     changes = [text for text in rest if takes_changes and not text.startswith("-")]
     if changes != rest:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
@@ -111,6 +111,13 @@ def _add_recipes(commands: Commands) -> None:
     _add_step(command, "with --resume: go back to the checkpoint of this step")
     command.add_argument("--fork", metavar="NAME", help="with --resume: continue as a new run")
     command.add_argument("--parent", type=int, help=argparse.SUPPRESS)  # of a study
+
+    about = "train a recipe on the conversations of people who use its policy meanwhile"
+    command = _add(commands, "serve", "training:serve", about)
+    _add_recipe(command, "not with --resume")
+    about = "the run to continue; auto: the recipe's run.name if it has begun, else begin it"
+    command.add_argument("--resume", type=Path, metavar="RUN_DIR|auto", help=about)
+    command.set_defaults(step=None, fork=None, parent=None)
 
     _add_study(commands)
     _add_rerun(commands)

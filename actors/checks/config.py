@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from actors.checks.thread_trial import check_threads
+from actors.endpoint.conversations import user_keys
 from actors.endpoint.external import start_key
 from actors.endpoint.runner import load_agent
 from actors.engines.vllm_options import problems
@@ -28,7 +29,7 @@ from evolver_async.config import Config, ConfigError, StageConfig
 from evolver_async.config.load import stage_config
 from evolver_async.config.paths import embeds_by_model
 from evolver_async.config.sections.agentevolver import LLM_SECTIONS, SUMMARISED
-from evolver_async.config.sections.rollout import EXTERNAL
+from evolver_async.config.sections.rollout import EXTERNAL, USERS
 from evolver_async.config.sections.run import BRANCHED, FINAL_SET
 from evolver_async.extension import RAISED, implementation, is_own
 from evolver_async.schema import Task
@@ -139,6 +140,8 @@ def check_own(config: Config) -> None:
     rollout, judge = config.rollout, config.judge.kind
     if rollout.agent == EXTERNAL:
         start_key(rollout.endpoint.key_env)
+    elif rollout.agent == USERS:
+        user_keys(rollout.endpoint.key_env, rollout.serve.users_env)
     elif rollout.agent:
         load_agent(rollout.agent)
     if is_own(judge):

@@ -3,9 +3,11 @@
 POST /episodes/start        waits for a member of a ticket; returns its task, base URL, API key
 POST /episodes/<id>/finish  {"reward": 1.0, "success": true, "metrics": {"name": 2}}, of which a
                             reward is enough (that of each player by name, where there are
-                            several); or {"error": "why it has none"}
+                            several); or {"error": "why it has none"}; or {} if the reward comes
+                            later, where `rollout.reward_wait_s` allows it
+POST /episodes/<id>/reward  the same with a reward, after a finish without one
 
-Both need the key of `rollout.endpoint.key_env`. An episode's own key does not open them: the
+They need the key of `rollout.endpoint.key_env`. An episode's own key does not open them: the
 program that the policy drives has that one, and must not set its own reward.
 """
 
@@ -44,12 +46,22 @@ class OpenedEpisode(NamedTuple):
     key: str
 
 
+class LateReward(NamedTuple):
+    """The outcome to come of an episode that was finished without a reward."""
+
+    episode: str
+    session: EndpointSession
+    outcome: asyncio.Future[AgentOutcome]
+
+
 class _Running(NamedTuple):
     session: EndpointSession
-    outcome: asyncio.Future[AgentOutcome | None]
+    outcome: asyncio.Future[AgentOutcome | LateReward | None]
 
 
-class _End(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class End(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """End of an episode, as a call tells it: `reward` or `error`."""
+
     reward: float | dict[str, float] | None = None
     success: bool | None = None
     metrics: Mapping[str, float] = MappingProxyType({})
@@ -58,13 +70,30 @@ class _End(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(eq=False)
 class ExternalEpisodes:
-    """Episodes of one actor. `judged`: a judge sets their rewards."""
+    """Episodes of one actor. `keys`: that of the run; `judged`: a judge sets their rewards;
+    `reward_wait_s`: how long an episode that was finished without a reward waits for it, 0 if none
+    may be."""
 
+    keys: Mapping[bytes, str]
     judged: bool
+    reward_wait_s: float = 0.0
     _starting: dict[Started, None] = field(default_factory=dict)  # oldest first
     _arrived: asyncio.Condition = field(default_factory=asyncio.Condition)
     _running: dict[str, _Running] = field(default_factory=dict)
-    _ended: dict[str, _End | None] = field(default_factory=dict)  # None: not by its agent
+    _ended: dict[str, End | None] = field(default_factory=dict)  # None: not by its agent
+    _unrewarded: dict[str, LateReward] = field(default_factory=dict)
+    _rewarded: dict[str, End | None] = field(default_factory=dict)  # None: too late
+
+    async def answer(self, method: str, path: str, body: bytes, holder: str) -> bytes:
+        """Answer a call. Raise RequestRefused."""
+        episode, _, rest = path.partition("/")
+        if (method, path) == ("POST", "start"):
+            return await self.start()
+        if (method, rest) == ("POST", "finish"):
+            return self.finish(episode, body)
+        if (method, rest) == ("POST", "reward"):
+            return self.reward(episode, body)
+        raise RequestRefused(f"{method} episodes/{path} is not supported", "not_found", 404)
 
     async def agent(self) -> Started:
         """Wait for a call that starts an episode."""
@@ -98,9 +127,11 @@ class ExternalEpisodes:
         session: EndpointSession,
         task: Task,
         seed: int,
-    ) -> AgentOutcome | None:
+    ) -> AgentOutcome | LateReward | None:
         """Hand an episode to the agent that `started` it; return the outcome once it is finished,
-        None if a judge is to score it. Raise ExternalFailure."""
+        one that is to come if it has no reward yet, None if a judge is to score it.
+
+        Raise ExternalFailure."""
         players = session.setting.players
         given = {
             "episode": opened.id,
@@ -118,9 +149,7 @@ class ExternalEpisodes:
             return await outcome
         finally:
             del self._running[opened.id]
-            self._ended.setdefault(opened.id, None)
-            while len(self._ended) > MOST_ENDED:
-                del self._ended[next(iter(self._ended))]
+            _remember(self._ended, opened.id, None)
 
     def finish(self, episode: str, body: bytes) -> bytes:
         """End an episode; to repeat the call changes nothing. Raise RequestRefused."""
@@ -141,34 +170,80 @@ class ExternalEpisodes:
         elif not running.session.recorder.turns:
             raise RequestRefused("no call of the episode was answered", "no_calls", 409)
         else:
-            running.outcome.set_result(self._outcome(end, running.session))
+            if end.reward is not None:
+                running.outcome.set_result(outcome_of_end(end, running.session))
+            elif self.judged:
+                running.outcome.set_result(None)
+            else:
+                outcome = asyncio.get_running_loop().create_future()
+                self._unrewarded[episode] = LateReward(episode, running.session, outcome)
+                running.outcome.set_result(self._unrewarded[episode])
             self._ended[episode] = end
         return msgspec.json.encode({"episode": episode})
 
-    def _read(self, body: bytes) -> _End:
+    def reward(self, episode: str, body: bytes) -> bytes:
+        """Reward an episode that was finished without a reward; to repeat the call changes nothing.
+        Raise RequestRefused."""
+        end = self._read(body, late=True)
+        if (awaited := self._unrewarded.get(episode)) is not None and not awaited.outcome.done():
+            awaited.outcome.set_result(outcome_of_end(end, awaited.session))
+            _remember(self._rewarded, episode, end)
+        elif awaited is not None or episode in self._rewarded:
+            known = self._rewarded.get(episode)
+            if known is None:
+                raise RequestRefused("the reward came too late", "reward_late", 410)
+            if known != end:
+                raise RequestRefused("the episode was rewarded otherwise", "rewarded", 409)
+        elif episode in self._running or episode in self._ended:
+            raise RequestRefused("the episode waits for no reward", "no_reward_awaited", 409)
+        else:
+            raise RequestRefused("there is no such episode", "no_episode", 404)
+        return msgspec.json.encode({"episode": episode})
+
+    async def rewarded(self, late: LateReward) -> AgentOutcome:
+        """Wait for a late reward. Raise TimeoutError if it does not come in time."""
         try:
-            end = msgspec.json.decode(body or b"{}", type=_End)
+            async with asyncio.timeout(self.reward_wait_s):
+                return await late.outcome
+        finally:
+            del self._unrewarded[late.episode]
+            _remember(self._rewarded, late.episode, None)
+
+    def _read(self, body: bytes, *, late: bool = False) -> End:
+        """Read how an episode ends; `late`: what a call sends that brings its reward alone."""
+        try:
+            end = msgspec.json.decode(body or b"{}", type=End)
             if end.reward is not None and self.judged and not end.error:
                 raise ValueError("reward: rollout.agent_reward is judged")
-            if not (end.error or self.judged or end.reward is not None):
+            if late and end.error:
+                raise ValueError("error: the episode has been finished without one")
+            awaited = self.reward_wait_s > 0 and not late
+            if not (end.error or self.judged or awaited or end.reward is not None):
                 raise ValueError("reward: is missing")
         except ValueError as error:  # msgspec's errors are some
             raise RequestRefused(str(error)[:500]) from None
         return end
 
-    def _outcome(self, end: _End, session: EndpointSession) -> AgentOutcome | None:
-        """Return the outcome of an episode, None if a judge scores it. Raise RequestRefused."""
-        if end.reward is None:
-            return None
-        try:
-            players = session.setting.players
-            outcome = outcome_of(end.reward, players)
-            success = outcome.success if end.success is None else end.success
-            outcome = outcome_of(AgentOutcome(outcome.reward, success, end.metrics), players)
-            require_rewards(outcome, session.recorder.players)
-        except ValueError as error:
-            raise RequestRefused(str(error)[:500]) from None
-        return outcome
+
+def _remember(ends: dict[str, End | None], episode: str, end: End | None) -> None:
+    """Note the end of an episode unless it is known; forget the oldest ones."""
+    ends.setdefault(episode, end)
+    while len(ends) > MOST_ENDED:
+        del ends[next(iter(ends))]
+
+
+def outcome_of_end(end: End, session: EndpointSession) -> AgentOutcome:
+    """Return the outcome of an episode that has a reward. Raise RequestRefused."""
+    assert end.reward is not None, "its callers look"
+    try:
+        players = session.setting.players
+        outcome = outcome_of(end.reward, players)
+        success = outcome.success if end.success is None else end.success
+        outcome = outcome_of(AgentOutcome(outcome.reward, success, end.metrics), players)
+        require_rewards(outcome, session.recorder.players)
+    except ValueError as error:
+        raise RequestRefused(str(error)[:500]) from None
+    return outcome
 
 
 def start_key(key_env: str) -> str:

@@ -14,18 +14,19 @@ import secrets
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 from uvicorn import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from actors.endpoint import chat_form, messages_form, responses_form
-from actors.endpoint.external import ExternalEpisodes, OpenedEpisode, start_key
-from actors.endpoint.request import ChatMessage, ChatRequest, RequestRefused
+from actors.endpoint.external import OpenedEpisode
+from actors.endpoint.request import ChatRequest, RequestRefused
+from actors.endpoint.responses_form import Earlier
 from actors.endpoint.session import Completion, EndpointSession
 from actors.failure_counts import FailureCounts
 from evolver_async.config import ConfigError
@@ -42,16 +43,18 @@ IDLE_S = 60
 ID_BYTES, KEY_BYTES = 12, 24
 PORTS = 64  # that are tried, from a given one on
 EPISODES = "episodes"  # the part of a URL in which an episode's id stands otherwise
-JSON, EVENTS = "application/json", "text/event-stream"
+FORMS_OF_ALL = "v1"  # the first part of the URL of calls that are of no episode
+TRAINS = b"x-train"  # header of a call; unless it is `yes`, nothing of its conversation is kept
+JSON, EVENTS, PAGE = "application/json", "text/event-stream", "text/html; charset=utf-8"
 
 log = logging.getLogger(__name__)
 
 
 class ApiForm(NamedTuple):
-    """One API: the decoder of its requests, which also gets the episode's conversations, and the
+    """One API: the decoder of its requests, which also finds earlier conversations, and the
     encoders of its answers and errors."""
 
-    decode: Callable[[bytes, Mapping[str, tuple[ChatMessage, ...]]], ChatRequest]
+    decode: Callable[[bytes, Earlier], ChatRequest]
     whole: Callable[[ChatRequest, list[Completion], int], bytes]
     events: Callable[[ChatRequest, list[Completion], int], bytes]
     refusal: Callable[[RequestRefused], bytes]
@@ -73,27 +76,60 @@ FORMS = {
 }
 
 
+class Caller(NamedTuple):
+    """The one that calls an API form: its players, its earlier conversations, and what answers."""
+
+    players: tuple[str, ...]
+    earlier: Earlier
+    complete: Callable[[ChatRequest], Awaitable[list[Completion]]]
+
+
+class Episodes(Protocol):
+    """Calls below /episodes. `keys`: the names of those who may make them, by their keys."""
+
+    keys: Mapping[bytes, str]
+
+    async def answer(self, method: str, path: str, body: bytes, holder: str) -> bytes:
+        """Return the answer to a call of the key's `holder`. Raise RequestRefused."""
+        ...
+
+
+class Live(Episodes, Protocol):
+    """Episodes of people, who call the API forms below /v1 without one. `page`: in HTML."""
+
+    page: bytes
+
+    def caller(self, holder: str, *, trains: bool) -> Caller:
+        """Return what answers the calls of the key's `holder`, which may not train on them unless
+        `trains`."""
+        ...
+
+
 class EndpointServer:
-    """The HTTP endpoint of one actor. `agent` names the agent in messages; `external`: None if the
-    actor calls its agents itself. Raise ConfigError for a key that is not there."""
+    """The HTTP endpoint of one actor. `agent` names the agent in messages; `episodes`: None if the
+    actor calls its agents itself; `live`: the same as `episodes`, if people use the policy."""
 
     def __init__(
         self,
         agent: str,
         failures: FailureCounts,
         settings: EndpointConfig,
-        external: ExternalEpisodes | None,
+        episodes: Episodes | None,
+        live: Live | None = None,
     ) -> None:
         self.counts: Counter[str] = Counter()
         self._agent = agent
         self._failures = failures
         self._settings = settings
-        self._external = external
+        self._episodes, self._live = episodes, live
         self._ignored: set[str] = set()  # keys that were logged
         self._sessions: dict[str, EndpointSession] = {}
-        self._keys: dict[str, bytes] = {}  # by the first part of a URL
-        if external is not None:
-            self._keys[EPISODES] = start_key(settings.key_env).encode()
+        # the holders of keys, by these and by the first part of a URL
+        self._keys: dict[str, Mapping[bytes, str]] = {}
+        if episodes is not None:
+            self._keys[EPISODES] = episodes.keys
+        if live is not None:
+            self._keys[FORMS_OF_ALL] = live.keys
         self._strangers: dict[_Connection, None] = {}  # connections without a key, oldest first
         self._state = ServerState()
         self._listener: asyncio.Server | None = None
@@ -110,7 +146,7 @@ class EndpointServer:
         """Serve an episode."""
         assert self._listener is not None, "it listens before its first episode"
         id, key = secrets.token_hex(ID_BYTES), secrets.token_urlsafe(KEY_BYTES)
-        self._sessions[id], self._keys[id] = session, key.encode()
+        self._sessions[id], self._keys[id] = session, {key.encode(): id}
         host, port = public_host(self._settings), self._listener.sockets[0].getsockname()[1]
         host = f"[{host}]" if ":" in host else host
         return OpenedEpisode(id, f"http://{host}:{port}/{id}/v1", key)
@@ -126,12 +162,14 @@ class EndpointServer:
         for connection in list(self._state.connections):
             connection.transport.abort()
 
-    def admits(self, scope: Any) -> bool:
-        """Return True if a request has the key that its URL needs."""
-        key = self._keys.get(_first(scope))
-        return key is not None and any(
-            secrets.compare_digest(given, key) for given in _given_keys(scope)
-        )
+    def holder(self, scope: Any) -> str:
+        """Return the holder of the key that a request has, "" if its URL needs another one."""
+        found = ""
+        for given in _given_keys(scope):
+            for key, name in self._keys.get(_first(scope), {}).items():
+                if secrets.compare_digest(given, key):
+                    found = name
+        return found
 
     async def _listen(self) -> asyncio.Server:
         """Start listening. `uvicorn.Server` would replace the actor's signal handlers."""
@@ -147,7 +185,7 @@ class EndpointServer:
             timeout_keep_alive=IDLE_S,
         )
         config.load()
-        connection = partial(_Connection, self.admits, self._strangers, config, self._state, {})
+        connection = partial(_Connection, self.holder, self._strangers, config, self._state, {})
         bind, port = self._settings.bind, self._settings.port
         ports = range(port, min(port + PORTS, 1 << 16)) if port else [0]
         cause: OSError | None = None
@@ -168,17 +206,25 @@ class EndpointServer:
     async def _serve(self, scope: Any, receive: Any, send: Any) -> None:
         """Answer one request, as an ASGI application."""
         status, kind, closing = 200, JSON, []
-        admitted = self.admits(scope)
+        admitted = self.holder(scope)
         try:
-            if not admitted:
+            if self._live is not None and (scope["method"], scope["path"]) == ("GET", "/"):
+                status, kind, content = (
+                    200,
+                    PAGE,
+                    self._live.page,
+                )  # without a key, as it holds none
+            elif not admitted:
                 await self._refuse_stranger(scope, receive)
-            self.counts["requests"] += 1
-            body = await _read(receive, MAX_BODY_BYTES)
-            kind, content = await _until_disconnect(self._answer(scope, body), receive)
+            else:
+                self.counts["requests"] += 1
+                body = await _read(receive, MAX_BODY_BYTES)
+                answer = self._answer(scope, body, admitted)
+                kind, content = await _until_disconnect(answer, receive)
         except RequestRefused as refused:
             if not admitted:  # a stranger, or of an episode that has ended
                 log.warning("a call that may not be of %s is refused: %s", self._agent, refused)
-            elif refused.status != 503:
+            elif refused.status not in (429, 503):
                 self.counts["refused"] += 1
                 self._failures.note("agent_call", self._agent, f"refused: {refused}")
                 log.warning("a call of %s is refused: %s", self._agent, refused)
@@ -203,32 +249,36 @@ class EndpointServer:
             raise RequestRefused("the call has not the key of this URL", "invalid_api_key", 401)
         raise RequestRefused("no running episode has this URL", "no_episode", 404)
 
-    async def _answer(self, scope: Any, body: bytes) -> tuple[str, bytes]:
+    async def _answer(self, scope: Any, body: bytes, holder: str) -> tuple[str, bytes]:
         """Return content type and body of an answer. Raise RequestRefused."""
         method, path = scope["method"], _path(scope)
-        if _first(scope) == EPISODES and self._external is not None:
-            episode, _, rest = path.partition("/")
-            if (method, path) == ("POST", "start"):
-                return JSON, await self._external.start()
-            if (method, rest) == ("POST", "finish"):
-                return JSON, self._external.finish(episode, body)
-            raise RequestRefused(f"{method} {EPISODES}/{path} is not supported", "not_found", 404)
-        session = self._sessions.get(_first(scope))
-        if session is None:
-            raise RequestRefused("the episode has ended", "no_episode", 404)
+        if _first(scope) == EPISODES and self._episodes is not None:
+            return JSON, await self._episodes.answer(method, path, body, holder)
+        caller = self._caller(scope, holder)
         if (method, path) == ("GET", "v1/models"):
-            return JSON, chat_form.models(session.setting.players)
+            return JSON, chat_form.models(caller.players)
         form = FORMS.get(path)
         if form is None or method != "POST":
             raise RequestRefused(f"{method} {path} is not supported", "not_found", 404)
-        request = form.decode(body, session.conversations)
+        request = form.decode(body, caller.earlier)
         for name in request.ignored:
             if name not in self._ignored:
                 self._ignored.add(name)
                 log.info("%s sets %s, which changes no sampling here", self._agent, name)
-        answers = await session.complete(request)
+        answers = await caller.complete(request)
         encode = form.events if request.stream else form.whole
         return EVENTS if request.stream else JSON, encode(request, answers, int(time.time()))
+
+    def _caller(self, scope: Any, holder: str) -> Caller:
+        """Return the one that calls an API form. Raise RequestRefused."""
+        if _first(scope) == FORMS_OF_ALL and self._live is not None:
+            allowed = [value for name, value in scope["headers"] if name == TRAINS]
+            trains = all(value.strip().lower() == b"yes" for value in allowed)
+            return self._live.caller(holder, trains=trains)
+        session = self._sessions.get(_first(scope))
+        if session is None:
+            raise RequestRefused("the episode has ended", "no_episode", 404)
+        return Caller(session.setting.players, session.conversations.get, session.complete)
 
 
 def public_host(settings: EndpointConfig) -> str:
@@ -251,8 +301,9 @@ def _given_keys(scope: Any) -> Iterator[bytes]:
 
 
 def _path(scope: Any) -> str:
-    """Return the part of a request's URL behind the one that names its episode."""
-    return scope["path"][1:].partition("/")[2]
+    """Return the part of a request's URL behind the one that names its episode, if it has one."""
+    first, _, rest = scope["path"][1:].partition("/")
+    return f"{first}/{rest}" if first == FORMS_OF_ALL else rest
 
 
 def _refusal(scope: Any, refused: RequestRefused) -> bytes:
@@ -316,12 +367,12 @@ class _Connection(HttpToolsProtocol):
 
     def __init__(
         self,
-        admits: Callable[[Any], bool],
+        holder: Callable[[Any], str],
         strangers: dict["_Connection", None],
         *uvicorns: Any,
     ) -> None:
         super().__init__(*uvicorns)
-        self._admits, self._strangers = admits, strangers
+        self._holder, self._strangers = holder, strangers
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         super().connection_made(transport)
@@ -346,7 +397,7 @@ class _Connection(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         super().on_headers_complete()
         self._head_bytes = None
-        if self in self._strangers and self._admits(self.scope):
+        if self in self._strangers and self._holder(self.scope):
             del self._strangers[self]
         self._idle.cancel()
 

@@ -5,7 +5,7 @@ episode remembers its own answers, so `previous_response_id` continues one of th
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from actors.endpoint import request as parts
@@ -31,14 +31,12 @@ _IGNORED = (
     *("stream_options", "context_management"),
 )
 _LOGPROBS = "message.output_text.logprobs"
-Conversations = Mapping[str, tuple[ChatMessage, ...]]
+# the messages of the conversation with this name of its last answer, None if there is none
+Earlier = Callable[[str], tuple[ChatMessage, ...] | None]
 
 
-def decode(body: bytes, earlier: Conversations) -> ChatRequest:
-    """Decode the body of a request. `earlier`: conversations by the names of their last answers.
-
-    Raise RequestRefused, which names the key.
-    """
+def decode(body: bytes, earlier: Earlier) -> ChatRequest:
+    """Decode the body of a request. Raise RequestRefused, which names the key."""
     value = parts.body_of(body)
     ignored = parts.check_keys(value, _USED, _IGNORED, _NEUTRAL)
     form = value.get("text")
@@ -87,11 +85,11 @@ def events(request: ChatRequest, answers: list[Completion], now_s: int) -> bytes
     return "".join(encoded).encode()
 
 
-def _continued(value: dict[str, Any], earlier: Conversations) -> tuple[ChatMessage, ...]:
+def _continued(value: dict[str, Any], earlier: Earlier) -> tuple[ChatMessage, ...]:
     previous = value.get("previous_response_id")
     if previous is None:
         return ()
-    found = earlier.get(previous.removeprefix("resp_")) if isinstance(previous, str) else None
+    found = earlier(previous.removeprefix("resp_")) if isinstance(previous, str) else None
     if found is None:
         text = f"previous_response_id: {previous!r} is no answer of this episode"
         raise RequestRefused(text[:500], "previous_response_not_found")

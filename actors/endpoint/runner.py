@@ -7,12 +7,21 @@ elsewhere, and asks for episodes: then a member waits for one, and its time begi
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import NamedTuple
 
-from actors.endpoint.external import ExternalEpisodes, OpenedEpisode, Started
+from actors.endpoint.conversations import Conversations
+from actors.endpoint.external import (
+    ExternalEpisodes,
+    LateReward,
+    OpenedEpisode,
+    Started,
+    start_key,
+)
 from actors.endpoint.group_judge import GroupJudge
 from actors.endpoint.http_server import EndpointServer
 from actors.endpoint.outcome import (
@@ -20,7 +29,6 @@ from actors.endpoint.outcome import (
     AgentOutcome,
     load_agent,
     outcome_of,
-    paid,
     require_rewards,
 )
 from actors.endpoint.session import EndpointSession
@@ -33,11 +41,11 @@ from actors.llm.endpoint_client import Endpoint
 from actors.rollout.environment import own_cancellation
 from actors.rollout.episode import HUNG_S, EpisodeLate
 from actors.rollout.episode_config import Setting
-from actors.rollout.finished import Deliver, Finished, RewardTooLarge, assembled
+from actors.rollout.finished import Deliver, Finished, RewardTooLarge
 from actors.rollout.group import side_by_side
 from actors.ticket_progress import TicketProgress
 from evolver_async.config import Config
-from evolver_async.config.sections.rollout import EXTERNAL, EndpointConfig
+from evolver_async.config.sections.rollout import EXTERNAL, USERS, EndpointConfig
 from evolver_async.extension import RAISED
 from evolver_async.randomness import key
 from evolver_async.schema import Ticket, TurnFlag
@@ -47,7 +55,7 @@ log = logging.getLogger(__name__)
 THREADS = 512  # for blocking calls of an actor's agents; asyncio has four more than processors
 COUNTED = (
     *("episodes", "calls", "sequences", "merged", "unreadable_calls", "limited"),
-    *("exceptions", "late", "no_calls", "no_reward"),
+    *("exceptions", "late", "no_calls", "no_reward", "unrewarded"),
 )
 
 
@@ -61,6 +69,10 @@ class JudgementMissing(Exception):
     """Missing scores of a group, whose members must be run again."""
 
 
+class RewardMissing(Exception):
+    """Missing reward of an episode, which must be played again."""
+
+
 class _AgentError(Exception):
     """Cause of an agent's failure. `reason` is the name of its counter."""
 
@@ -71,18 +83,19 @@ class _AgentError(Exception):
 
 
 class _EpisodeRun(NamedTuple):
-    """A finished member. `outcome`: None if a judge is to score it."""
+    """A finished member. `outcome`: one to come, or None if a judge is to score it."""
 
     member: int
     session: EndpointSession
-    outcome: AgentOutcome | None
+    outcome: AgentOutcome | LateReward | None
     total_s: float
 
 
 @dataclass(eq=False)
 class AgentRunner:
     """Agents of one actor. `agent`: None for agents elsewhere; `path` names it in messages;
-    `judge`: None if agents return rewards."""
+    `judge`: None if agents return rewards; `reward_wait_s`: how long agents elsewhere may let an
+    episode wait for its reward."""
 
     agent: Agent | None
     path: str
@@ -91,12 +104,17 @@ class AgentRunner:
     judge: GroupJudge | None = None
     failures: FailureCounts = field(default_factory=FailureCounts)
     settings: EndpointConfig = field(default_factory=EndpointConfig)
+    reward_wait_s: float = 0.0
 
     def __post_init__(self) -> None:
         self._template = Template(self.chat)
-        self._external = ExternalEpisodes(self.judge is not None) if self.agent is None else None
+        self._external = None
+        if self.agent is None:
+            keys = {start_key(self.settings.key_env).encode(): "agents"}
+            self._external = ExternalEpisodes(keys, self.judge is not None, self.reward_wait_s)
         self._server = EndpointServer(self.path, self.failures, self.settings, self._external)
-        self._waiting: dict[object, float] = {}  # members that wait for an agent, since when
+        # members that wait for an agent or for their reward, since when
+        self._waiting: dict[object, float] = {}
         self._counts: Counter[str] = Counter()
         self._threads: ThreadPoolExecutor | None = None
         self._sessions: set[EndpointSession] = set()  # of running members
@@ -121,13 +139,17 @@ class AgentRunner:
             played = await self._play(ticket, member, setting, progress)
             if played.outcome is None:
                 waiting.append(played)
+            elif isinstance(played.outcome, LateReward):
+                # Until it comes the capacity of the actor, and its weights, are others' to have.
+                without = self._finished(played, AgentOutcome(0.0, False))
+                deliver(replace(without, rewarded=partial(self._rewarded, played, progress)))
             else:
-                deliver(self._finished(ticket, setting, played, played.outcome))
+                deliver(self._finished(played, played.outcome))
 
         failure = await side_by_side(ticket, setting, progress, play)
         if waiting:
             with progress.during(None, "judging agents"):
-                await self._compare(ticket, setting, waiting, deliver)
+                await self._compare(ticket, waiting, deliver)
         if failure is not None:
             raise failure
 
@@ -165,7 +187,9 @@ class AgentRunner:
         opened = self._server.open(session)
         where = f"task {ticket.task.task_id}, member {member}"
         self._sessions.add(session)
-        outcome: AgentOutcome | None = None if self.judge is not None else AgentOutcome(0.0, False)
+        outcome: AgentOutcome | LateReward | None = (
+            None if self.judge is not None else AgentOutcome(0.0, False)
+        )
         try:
             with progress.during(member, f"agent {self.path}"):
                 progress.run_agents(setting.episode_timeout_s + setting.step_timeout_s)
@@ -193,19 +217,52 @@ class AgentRunner:
             self._sessions.remove(session)
             self._worked_s += session.worked_s
             self._server.close_session(opened.id)
+        self._count(session)
         total_s = loop.time() - began
         return _EpisodeRun(member=member, session=session, outcome=outcome, total_s=total_s)
+
+    def _count(self, session: EndpointSession) -> None:
+        """Count an episode that has ended."""
+        _, flags = session.arrays()
+        self._counts["episodes"] += 1
+        self._counts["calls"] += len(flags)
+        self._counts["sequences"] += len(session.recorder.sequences())
+        self._counts["merged"] += session.recorder.merged
+        self._counts["unreadable_calls"] += int((flags & TurnFlag.FORMAT_ERROR).astype(bool).sum())
+        self._counts["limited"] += session.limited
 
     async def _started(
         self, external: ExternalEpisodes, member: int, progress: TicketProgress
     ) -> Started:
         """Wait for an agent elsewhere, for as long as it takes."""
+        with self._elsewhere(progress, member, "waiting for an agent to start an episode"):
+            return await external.agent()
+
+    async def _rewarded(self, played: _EpisodeRun, progress: TicketProgress) -> Finished:
+        """Wait for the reward of an episode. Raise RewardMissing, or AgentFailure for one that the
+        buffer would refuse."""
+        assert self._external is not None and isinstance(played.outcome, LateReward)
+        try:
+            with self._elsewhere(progress, played.member, "waiting for its reward"):
+                outcome = await self._external.rewarded(played.outcome)
+        except TimeoutError:
+            self._counts["unrewarded"] += 1
+            problem = f"no reward came within rollout.reward_wait_s={self.reward_wait_s:g}"
+            group = played.session.ticket.group_id
+            log.warning("group %d, member %d: %s", group, played.member, problem)
+            self.failures.note("agent", self.path, problem)
+            raise RewardMissing(problem) from None
+        return self._finished(played, outcome)
+
+    @contextmanager
+    def _elsewhere(self, progress: TicketProgress, member: int, what: str) -> Iterator[None]:
+        """Wait for what happens elsewhere, which counts as work, for as long as it takes."""
         loop, place = asyncio.get_running_loop(), object()
         self._waiting[place] = loop.time()
         progress.waiting += 1
         try:
-            with progress.during(member, "waiting for an agent to start an episode"):
-                return await external.agent()
+            with progress.during(member, what):
+                yield
         finally:
             progress.waiting -= 1
             self._worked_s += loop.time() - self._waiting.pop(place)
@@ -217,14 +274,14 @@ class AgentRunner:
         session: EndpointSession,
         opened: OpenedEpisode,
         started: Started | None,
-    ) -> AgentOutcome | None:
-        """Call the agent, or hand the episode to the one that `started` it, and return its outcome;
-        None if a judge is to score it.
+    ) -> AgentOutcome | LateReward | None:
+        """Call the agent, or hand the episode to the one that `started` it, and return its outcome,
+        which may be to come; None if a judge is to score it.
 
         An agent that raises after a call was refused at a limit has the reward 0 and is not counted
         as failed. Raise _AgentError, or the exception that the engine raised.
         """
-        returned: AgentOutcome | float | Mapping[str, float] | None = None
+        returned: AgentOutcome | LateReward | float | Mapping[str, float] | None = None
         try:
             seed, task = key(ticket.dynamics_seed, member), ticket.task
             if self._external is not None and started is not None:
@@ -245,6 +302,8 @@ class AgentRunner:
             raise _AgentError("no_calls", ValueError("it returned without one answered call"))
         if self.judge is not None:
             return None
+        if isinstance(returned, LateReward):
+            return returned
         try:
             outcome = outcome_of(returned, session.setting.players)
             require_rewards(outcome, session.recorder.players)
@@ -252,9 +311,7 @@ class AgentRunner:
         except ValueError as error:
             raise _AgentError("no_reward", error) from None
 
-    async def _compare(
-        self, ticket: Ticket, setting: Setting, waiting: list[_EpisodeRun], deliver: Deliver
-    ) -> None:
+    async def _compare(self, ticket: Ticket, waiting: list[_EpisodeRun], deliver: Deliver) -> None:
         """Have a group scored. Raise JudgementMissing."""
         assert self.judge is not None, "only episodes for a judge are compared"
         waiting.sort(key=lambda played: played.member)
@@ -263,52 +320,16 @@ class AgentRunner:
         if scores is None:
             raise JudgementMissing("judge.llm gave no scores, the log says why")
         for played, score in zip(waiting, scores, strict=True):
-            deliver(self._finished(ticket, setting, played, outcome_of(score)))
+            deliver(self._finished(played, outcome_of(score)))
 
-    def _finished(
-        self, ticket: Ticket, setting: Setting, played: _EpisodeRun, outcome: AgentOutcome
-    ) -> Finished:
+    def _finished(self, played: _EpisodeRun, outcome: AgentOutcome) -> Finished:
         """Raise AgentFailure for a reward that the buffer would refuse."""
         session = played.session
-        rewards, flags = session.arrays()
-        bonus = setting.truncated_reward if session.limited else 0.0
-        moved = session.recorder.players
-        players = paid(outcome, setting.players, moved, rewards, bonus)
-        sequences = session.recorder.sequences()
-        self._counts["episodes"] += 1
-        self._counts["calls"] += len(flags)
-        self._counts["sequences"] += len(sequences)
-        self._counts["merged"] += session.recorder.merged
-        self._counts["unreadable_calls"] += int((flags & TurnFlag.FORMAT_ERROR).astype(bool).sum())
-        self._counts["limited"] += session.limited
-        history, task = session.recorder.histories()[0], ticket.task
-        first = next((m.content for m in history if m.role == "user"), "")
         try:
-            return assembled(
-                *(ticket, played.member, setting, "learned", sequences),
-                rewards=rewards,
-                flags=flags,
-                outcome=(outcome.success, not session.limited),
-                seconds=(
-                    *(max(0.0, played.total_s - session.generate_s), session.generate_s),
-                    played.total_s,
-                ),
-                turns=session.turns,
-                query=task.query or first,
-                content=f"{task.query}\n{first}",
-                instructions="",
-                ending=history[-1].content,
-                acted=[],
-                tools=[],
-                experience_ids=[],
-                scores=[],
-                metrics=outcome.metrics,
-                grammars=session.grammars,
-                players=players,
-            )
+            return session.finished(outcome, played.total_s)
         except RewardTooLarge as error:
             self._counts["no_reward"] += 1
-            where = f"task {task.task_id}, member {played.member}"
+            where = f"task {session.ticket.task.task_id}, member {session.member}"
             raise AgentFailure(self.path, where, "", error) from None
 
 
@@ -324,11 +345,13 @@ async def _end(session: EndpointSession, setting: Setting, limit: asyncio.Timeou
 
 def make_agents(
     config: Config, engine: Engine, chat: Chat, failures: FailureCounts | None = None
-) -> AgentRunner | None:
+) -> AgentRunner | Conversations | None:
     """Make the runner of the configured agent; None if `rollout.agent` is empty."""
-    path = config.rollout.agent
+    path, failures = config.rollout.agent, failures or FailureCounts()
     if not path:
         return None
+    if path == USERS:
+        return Conversations(engine, chat, config.rollout, failures)
     for client in ("httpx", "httpx2"):  # at INFO they log every call
         logging.getLogger(client).setLevel(logging.WARNING)
     judge = None
@@ -337,5 +360,5 @@ def make_agents(
         limits = config.judge.timeout_s, config.judge.group_chars
         judge = GroupJudge(endpoint, config.run.seed, *limits)
     agent = None if path == EXTERNAL else load_agent(path)
-    failures, settings = failures or FailureCounts(), config.rollout.endpoint
-    return AgentRunner(agent, path, engine, chat, judge, failures, settings)
+    late = config.rollout.endpoint, config.rollout.reward_wait_s
+    return AgentRunner(agent, path, engine, chat, judge, failures, *late)

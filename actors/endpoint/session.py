@@ -7,12 +7,14 @@ from typing import NamedTuple
 
 import numpy as np
 
+from actors.endpoint.outcome import AgentOutcome, paid
 from actors.endpoint.recorder import PendingCall, Recorder
 from actors.endpoint.request import ChatMessage, ChatRequest, RequestRefused
 from actors.endpoint.template import Template
 from actors.endpoint.tools import CALL_END, ParsedTurn
 from actors.engines.engine import Engine, Generation, Request
 from actors.rollout.episode_config import Setting
+from actors.rollout.finished import Finished, assembled
 from actors.ticket_progress import TicketProgress
 from evolver_async.metrics.activity import GENERATING
 from evolver_async.model.grammar import GrammarError
@@ -148,6 +150,17 @@ class EndpointSession:
                 while calls := [call for call in self._calls if call is not None]:
                     await asyncio.wait(calls)
 
+    @property
+    def busy(self) -> bool:
+        """True while a call is being answered."""
+        return bool(self._calls)
+
+    def rest(self) -> None:
+        """Release the engine's caches unless a call is being answered."""
+        if not self._calls:
+            for name in self._threads:
+                self.engine.release(name)
+
     def close(self) -> None:
         """Cancel the calls in flight and release the engine's caches."""
         for call in self._calls:
@@ -168,6 +181,33 @@ class EndpointSession:
     def _lasts(self) -> list[int]:
         """Return the last turn of each player."""
         return list({player: turn for turn, player in enumerate(self.recorder.players)}.values())
+
+    def finished(self, outcome: AgentOutcome, total_s: float) -> Finished:
+        """Return the episode, which took `total_s`, with its outcome. Raise RewardTooLarge."""
+        rewards, flags = self.arrays()
+        bonus = self.setting.truncated_reward if self.limited else 0.0
+        players = paid(outcome, self.setting.players, self.recorder.players, rewards, bonus)
+        history, task = self.recorder.histories()[0], self.ticket.task
+        first = next((m.content for m in history if m.role == "user"), "")
+        return assembled(
+            *(self.ticket, self.member, self.setting, "learned", self.recorder.sequences()),
+            rewards=rewards,
+            flags=flags,
+            outcome=(outcome.success, not self.limited),
+            seconds=(max(0.0, total_s - self.generate_s), self.generate_s, total_s),
+            turns=self.turns,
+            query=task.query or first,
+            content=f"{task.query}\n{first}",
+            instructions="",
+            ending=history[-1].content,
+            acted=[],
+            tools=[],
+            experience_ids=[],
+            scores=[],
+            metrics=outcome.metrics,
+            grammars=self.grammars,
+            players=players,
+        )
 
     @property
     def grammars(self) -> list[Grammar]:

@@ -2,7 +2,7 @@
 
 import math
 import statistics
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -16,7 +16,8 @@ from evolver_async.wire.transcripts import Transcript, Turn
 
 @dataclass(frozen=True)
 class Finished:
-    """One finished episode. `query`: its task as text; `ending`: its last observation;
+    """One finished episode. `rewarded`: waits for the reward of one that has none yet, and returns
+    it with the reward. `query`: its task as text; `ending`: its last observation;
     `instructions`: the environment's in plain English, as they are after `reset`; `acted`: the
     actions that the environment was given, in order; `tools`: specs of those that turns could call.
 
@@ -32,6 +33,7 @@ class Finished:
     acted: list[str]
     tools: list[dict[str, Any]]
     scores: list[float]
+    rewarded: "Callable[[], Awaitable[Finished]] | None" = None
 
 
 Deliver = Callable[[Finished], None]

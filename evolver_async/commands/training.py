@@ -1,4 +1,4 @@
-"""`train`: start or resume a run and show it."""
+"""`train` and `serve`: start or resume a run and show it."""
 
 import argparse
 import contextlib
@@ -16,6 +16,7 @@ from evolver_async.config import Config, ConfigError, ablation
 from evolver_async.config.load import load_explained, load_written
 from evolver_async.config.model_defaults import said
 from evolver_async.config.paths import directory_of, with_absolute_paths
+from evolver_async.config.sections.rollout import USERS
 from evolver_async.errors import TRAINING_ERROR, USER_ERROR, TrainingError, Unrecoverable
 from evolver_async.launch import forking, own_code, pace
 from evolver_async.launch.creation import create
@@ -88,6 +89,13 @@ def train(args: argparse.Namespace) -> int:
     stream = sys.stderr if ending.state == "failed" else sys.stdout
     say("\n".join(runs.summary(run_dir, ending)), file=stream, flush=True)
     return code
+
+
+def serve(args: argparse.Namespace) -> int:
+    """Train a recipe on conversations, as `train` does with `rollout.agent=users`."""
+    if args.resume in (None, AUTO):
+        args.positional.append(f"rollout.agent={USERS}")
+    return train(args)
 
 
 def _announce(run_dir: Path, config: Config, args: argparse.Namespace) -> None:

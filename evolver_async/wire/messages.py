@@ -133,8 +133,9 @@ class Renew(Message, tag="renew"):
 class Release(Message, tag="release"):
     """Return of members of a ticket, with the reason.
 
-    drain, weights (not adoptable), engine (too slow for an episode), grade (no judgement) and error
-    are not the task's fault; environment is. Members given back for a reason of LOSING have failed.
+    drain, weights (not adoptable), engine (too slow for an episode), grade (no judgement), reward
+    (none in time) and error are not the task's fault; environment is. Members given back for a
+    reason of LOSING have failed.
     """
 
     group_id: int

@@ -1,6 +1,7 @@
 """What comes after an episode: judged, graded, handed in, learned from, and nothing of it lost."""
 
 import asyncio
+import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +11,7 @@ from msgspec.structs import replace
 from rollouts import CHAT, Corridor
 from workers import Buffer, Walker, granted, run, version
 
+from actors.endpoint.runner import RewardMissing
 from actors.engines.engine import Generation, Request
 from actors.failure_counts import FailureCounts
 from actors.judge.audit import AuditedJudge
@@ -19,6 +21,7 @@ from actors.judge.own_judge import OwnJudge
 from actors.postprocess import ActorComponents
 from actors.questioning.grade import Grade
 from actors.rewards.scorer import RewardScorer
+from actors.rollout.finished import Finished
 from actors.rollout.group import run_group
 from evolver_async.config import Config, ConfigError, JudgeConfig, RewardConfig
 from evolver_async.config.sections.reward import TermConfig
@@ -126,6 +129,48 @@ def test_a_slow_judge_holds_up_no_other_group(run: Callable[..., None]) -> None:
     buffer = Buffer((0.0, granted()), (1.0, granted({"group_id": 1})))
     run(buffer, Walker(), 30.0, ActorComponents(judge=court), groups=1)
     assert len(court.heard) == 4
+
+
+class Late:
+    """Agents whose episodes are rewarded after 40 s, member 1's never."""
+
+    def __init__(self, engine: Walker) -> None:
+        self.engine = engine
+
+    def worked_s(self) -> float:
+        return 0.0
+
+    def counters(self) -> dict[str, float]:
+        return {}
+
+    async def run(self, ticket, setting, progress, deliver) -> None:
+        def begin(finished: Finished) -> None:
+            async def rewarded() -> Finished:
+                await asyncio.sleep(40.0)
+                if finished.trajectory.member == 1:
+                    raise RewardMissing
+                found = replace(finished.trajectory, reward=7.0)
+                return dataclasses.replace(finished, trajectory=found)
+
+            deliver(dataclasses.replace(finished, rewarded=rewarded))
+
+        await run_group(ticket, setting, self.engine, progress, begin)
+
+    async def close(self) -> None: ...
+
+
+def test_an_episode_that_waits_for_its_reward_holds_up_no_other_group(
+    run: Callable[..., None],
+) -> None:
+    """One group at a time: the second is played while the first still waits."""
+    engine = Walker()
+    buffer = Buffer((0.0, granted()), (1.0, granted({"group_id": 1})))
+    components = ActorComponents(agents=Late(engine))  # type: ignore[arg-type]
+    run(buffer, engine, 60.0, components, groups=1)
+    found = [(one.trajectory.group_id, one.trajectory.reward) for one in buffer.seen(messages.Push)]
+    assert found == [(0, 7.0), (1, 7.0)]
+    back = [(one.group_id, one.members, one.reason) for one in buffer.seen(messages.Release)]
+    assert back == [(0, [1], "reward"), (1, [1], "reward")]
 
 
 class BadCourt(Court):

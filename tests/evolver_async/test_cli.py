@@ -139,6 +139,14 @@ def test_a_cluster_without_ray_starts_nothing(
     assert not (tmp_path / "runs").exists()
 
 
+def test_serve_trains_a_recipe_on_conversations(
+    refused: Refused, recipe: Path, tmp_path: Path
+) -> None:
+    said = refused("serve", recipe, f"run.dir={tmp_path}/runs")
+    assert said.startswith("rollout.endpoint.key_env: ") and "rollout.agent=users" in said
+    assert not (tmp_path / "runs").exists()
+
+
 def test_a_missing_recipe_is_named(refused: Refused, tmp_path: Path) -> None:
     assert "no.yaml" in refused("train", tmp_path / "no.yaml")
     assert "needs a recipe" in refused("train")

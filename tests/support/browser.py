@@ -63,13 +63,14 @@ class Tab:
         assert "exceptionDetails" not in answer, answer
         return answer["result"].get("value")
 
-    def open(self, page: Path, width: int = 1500, height: int = 1000) -> None:
-        """Open a file and wait until its script is ready."""
+    def open(self, page: Path | str, width: int = 1500, height: int = 1000) -> None:
+        """Open a file or an address and wait until its script is ready."""
         size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
         self.call("Emulation.setDeviceMetricsOverride", **size)
-        self.call("Page.navigate", url=page.resolve().as_uri())
+        url = page if isinstance(page, str) else page.resolve().as_uri()
+        self.call("Page.navigate", url=url)
         ready = "location.href !== 'about:blank' && document.body?.dataset.ready"
-        wait_for(lambda: self.evaluate(ready), f"the page {page.name}")
+        wait_for(lambda: self.evaluate(ready), f"the page {url}")
 
     def click(self, x: float, y: float) -> None:
         """Click at a point of the window."""

@@ -1,5 +1,6 @@
 """Checks of experience, judge, questioning and reflection, and of agents that play episodes."""
 
+import re
 from collections.abc import Iterator
 
 from evolver_async.config.checks.address_checks import endpoint, socket_address
@@ -7,7 +8,7 @@ from evolver_async.config.effective.inert import guided_members
 from evolver_async.config.sections import Config
 from evolver_async.config.sections.agentevolver import LLM_SECTIONS
 from evolver_async.config.sections.reward import SUCCESS_RULES
-from evolver_async.config.sections.rollout import EXTERNAL, EndpointConfig
+from evolver_async.config.sections.rollout import EXTERNAL, USERS, EndpointConfig
 
 
 def agent(config: Config) -> Iterator[tuple[str, str]]:
@@ -20,8 +21,10 @@ def agent(config: Config) -> Iterator[tuple[str, str]]:
             yield "rollout.players", "must be empty: rollout.agent, which names them, is not set"
         return
     yield from _players(config)
-    if config.rollout.agent == EXTERNAL:
-        yield from _elsewhere(config.rollout.endpoint)
+    if config.rollout.agent in (EXTERNAL, USERS):
+        yield from _elsewhere(config.rollout.agent, config.rollout.endpoint)
+    if config.rollout.agent == USERS:
+        yield from _users(config)
     if config.launch.kind == "serial":
         yield "rollout.agent", "needs real time, and launch.kind=serial has a virtual clock"
     for key, value, required, reason in (
@@ -54,16 +57,34 @@ def _players(config: Config) -> Iterator[tuple[str, str]]:
         yield "advantage.baseline", f"must be player: {looks}"
 
 
-def _elsewhere(endpoint: EndpointConfig) -> Iterator[tuple[str, str]]:
-    """Require a key and a port of agents that start episodes themselves."""
+def _elsewhere(agent: str, endpoint: EndpointConfig) -> Iterator[tuple[str, str]]:
+    """Require a key and a port of agents that start episodes themselves, and of users."""
     if not endpoint.key_env:
         yield (
             "rollout.endpoint.key_env",
-            "must name an environment variable: rollout.agent=external gives tasks to, and takes"
+            f"must name an environment variable: rollout.agent={agent} gives tasks to, and takes"
             f" rewards from, who has its key, at {endpoint.bind}",
         )
     if not endpoint.port:
-        yield "rollout.endpoint.port", "must be set: rollout.agent=external is called there"
+        yield "rollout.endpoint.port", f"must be set: rollout.agent={agent} is called there"
+
+
+def _users(config: Config) -> Iterator[tuple[str, str]]:
+    """Require what conversations of people can give."""
+    rollout = config.rollout
+    if not rollout.reward_wait_s:
+        yield "rollout.reward_wait_s", "must be set: conversations are rated after they end"
+    if rollout.agent_reward == "judged":
+        yield "rollout.agent_reward", "must be returned: rollout.agent=users is rated by people"
+    if rollout.players:
+        yield "rollout.players", "must be empty: a conversation of rollout.agent=users has one"
+    if config.eval.episodes:
+        yield "eval.episodes", "must be 0: nobody plays held-out tasks for rollout.agent=users"
+    for index, pattern in enumerate(rollout.serve.redact):
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            yield f"rollout.serve.redact[{index}]", f"is no regular expression: {error}"
 
 
 def guidance(config: Config) -> Iterator[tuple[str, str]]:

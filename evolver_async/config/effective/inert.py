@@ -10,6 +10,7 @@ from typing import Any
 
 from evolver_async.config.sections import Config
 from evolver_async.config.sections.reward import REWARD_MODEL
+from evolver_async.config.sections.rollout import EXTERNAL, USERS
 from evolver_async.config.sections.run import PREFERENCES, SUPERVISED, StageConfig
 from evolver_async.config.values.kinds import KINDS, SELECTIONS
 from evolver_async.config.values.rules import keys
@@ -251,6 +252,12 @@ def _rollout(config: Config) -> Inert:
         yield "rollout.window", f"rollout.context={rollout.context}"
     if not rollout.agent:
         yield from _below("rollout.endpoint", "rollout.agent is empty")
+    if rollout.agent != USERS:
+        yield from _below("rollout.serve", f"rollout.agent is not {USERS}")
+    if rollout.agent not in (EXTERNAL, USERS):
+        yield "rollout.reward_wait_s", f"rollout.agent is neither {EXTERNAL} nor {USERS}"
+    elif rollout.agent == EXTERNAL and rollout.agent_reward == "judged":
+        yield "rollout.reward_wait_s", "rollout.agent_reward=judged"
     if not mcp:
         yield "env.tools.key_env", "env.tools.mcp is empty"
     if latency.kind == "none":

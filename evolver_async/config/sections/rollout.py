@@ -22,7 +22,7 @@ PlayerName = Annotated[str, Pattern(r"[A-Za-z][\w-]{0,31}", "a short word")]
 Turns = Annotated[int, Range(ge=1, le=32767)]  # turns are numbered in 16 bits
 HOST = r"[A-Za-z0-9_.:-]+"
 Host = Annotated[str, Pattern(HOST, "a host's name or address")]
-EXTERNAL = "external"  # the value of `rollout.agent` that is no path
+EXTERNAL, USERS = "external", "users"  # the values of `rollout.agent` that are no path
 Extract = Annotated[
     str,
     Pattern(
@@ -88,8 +88,22 @@ class EndpointConfig:
     # the name of the actor's host
     public_host: Annotated[str, Pattern(f"({HOST})?", "a host's name or address")] = ""
     # rollout.agent=external: environment variable with the key of those who start and finish
-    # episodes
+    # episodes; users: with the operator's, which sees and rates all conversations
     key_env: Variable = ""
+
+
+@dataclass
+class ServeConfig:
+    """People who use the policy while it trains (rollout.agent=users)."""
+
+    # environment variable with their keys, as NAME=KEY separated by blanks; "": the operator alone
+    users_env: Variable = ""
+    calls_per_minute: Count = 60  # of one user
+    # conversations that an actor remembers at most; a new one takes the place of the oldest
+    conversations: Count = 10_000
+    # regular expressions; what they match in messages that the policy did not write is replaced by
+    # [redacted] before it reads them
+    redact: list[str] = field(default_factory=list)
 
 
 @dataclass
@@ -131,14 +145,18 @@ class RolloutConfig:
     format_errors: int = 0  # turns that cannot be parsed after which an episode ends; 0: never
     system_prompt: str = ""  # how to reply, after the task's instructions; "": the format's text
     # import path of an async function that plays whole episodes; external: agents elsewhere start
-    # and finish them by HTTP
+    # and finish them by HTTP; users: conversations of people who use the policy meanwhile
     agent: Annotated[str, Scope.RUN] = ""
     # reward of the agent's episodes: its return value, or the verdict of judge.llm
     agent_reward: Annotated[Literal["returned", "judged"], Scope.RUN] = "returned"
+    # external, users: an episode may end without a reward, which then has so many seconds to come;
+    # without one the episode is counted, not trained; 0: external agents finish with the reward
+    reward_wait_s: Annotated[float, Scope.RUN] = 0.0
     # names of the players of an agent's episodes, which share the policy: a call names its player
     # as its `model`, and each has turns, a reward and a baseline of its own; []: there is one
     players: list[PlayerName] = field(default_factory=list)
     endpoint: Annotated[EndpointConfig, Scope.RUN] = field(default_factory=EndpointConfig)
+    serve: Annotated[ServeConfig, Scope.RUN] = field(default_factory=ServeConfig)
 
 
 @dataclass

@@ -210,6 +210,6 @@ def forwarded(config: Config) -> dict[str, str]:
     """Return the variables of this process that its configuration refers to, and those of W&B."""
     names = {getattr(config, one).llm.key_env for one in LLM_SECTIONS} | mentioned(config)
     others = config.experience.embedding, config.rollout.endpoint, config.teacher
-    names |= {one.key_env for one in others}
+    names |= {one.key_env for one in others} | {config.rollout.serve.users_env}
     names |= {name for name in os.environ if name.startswith(FORWARDED)}
     return {name: os.environ[name] for name in sorted(names) if name in os.environ}

@@ -14,7 +14,7 @@ from launches import free_port
 from scripted_agents import ASK, CHAT, Scripted, setting, ticket
 
 from actors.endpoint import external
-from actors.endpoint.runner import AgentRunner
+from actors.endpoint.runner import AgentRunner, RewardMissing
 from actors.engines.engine import Engine
 from actors.envs.base import EnvironmentFailure
 from actors.rollout.finished import Finished
@@ -41,11 +41,15 @@ def start_key(monkeypatch: pytest.MonkeyPatch) -> None:
 class Elsewhere:
     """A ticket whose members are played over HTTP, and what came of it."""
 
-    def __init__(self, engine: Engine, members: int, **changes: Any) -> None:
+    def __init__(
+        self, engine: Engine, members: int, reward_wait_s: float = 0.0, **changes: Any
+    ) -> None:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         endpoint = EndpointConfig(port=self.port, key_env=VARIABLE)
-        self.runner = AgentRunner(None, "external", engine, CHAT, settings=endpoint)
+        self.runner = AgentRunner(
+            *(None, "external", engine, CHAT), settings=endpoint, reward_wait_s=reward_wait_s
+        )
         self.progress = TicketProgress()
         self.finished: list[Finished] = []
         self.http = httpx.AsyncClient(trust_env=False, timeout=20)
@@ -78,6 +82,15 @@ class Elsewhere:
 
     async def finish(self, episode: dict[str, Any], **body: Any) -> int:
         return (await self.post(f"{episode['episode']}/finish", body))[0]
+
+    async def reward(self, episode: dict[str, Any], **body: Any) -> int:
+        return (await self.post(f"{episode['episode']}/reward", body))[0]
+
+    def told(self) -> int:
+        """Progress that a RENEW of this moment reports."""
+        work = int(1000 * self.runner.worked_s())
+        renewed = renewal({5: self.progress}, work, None, None, self.progress.clock, 0)
+        return renewed.progress[5]
 
 
 @asynccontextmanager
@@ -161,6 +174,68 @@ def test_to_finish_again_changes_nothing() -> None:
         assert await one.finish({"episode": "f" * 24}, reward=1) == 404
         assert [finished.trajectory.reward for finished in one.finished] == [1.0]
         assert (await one.call(episode))[0] == 404
+
+    play(agent, Scripted("gold"))
+
+
+def test_a_reward_can_come_after_the_episode() -> None:
+    async def agent(one: Elsewhere) -> None:
+        episode = await one.start()
+        await one.call(episode)
+        assert await one.reward(episode, reward=1) == 409  # it has not been finished
+        assert [await one.finish(episode) for _ in range(2)] == [200, 200]
+        await one.playing  # the member's place in the actor is free
+        assert one.progress.played == 1 and (await one.call(episode))[0] == 404
+        (finished,) = one.finished
+        assert finished.rewarded is not None
+        waiting = asyncio.ensure_future(finished.rewarded())
+        await asyncio.sleep(0)
+        before = one.told()
+        while one.told() == before:  # the lease is renewed meanwhile
+            await asyncio.sleep(0.01)
+        url = f"{episode['episode']}/reward"
+        assert (await one.post(url, {"reward": 1}, key=episode["api_key"]))[0] == 401
+        for wrong in ({}, {"reward": "1"}, {"error": "no"}):
+            assert await one.reward(episode, **wrong) == 400  # and it waits on
+        assert await one.reward(episode, reward=0.5, success=True, metrics={"stars": 4}) == 200
+        rewarded = (await waiting).trajectory
+        assert (rewarded.reward, rewarded.success, rewarded.metrics) == (0.5, True, {"stars": 4.0})
+        assert rewarded.sequences[0].action_tokens > 0
+        assert await one.reward(episode, reward=0.5, success=True, metrics={"stars": 4}) == 200
+        assert await one.reward(episode, reward=0.5) == 409
+        assert await one.finish(episode, reward=0.5) == 409
+        assert await one.reward({"episode": "f" * 24}, reward=1) == 404
+        counts = one.runner.counters()
+        assert (counts["agent/episodes"], counts["agent/unrewarded"]) == (1, 0)
+
+    play(agent, Scripted("gold"), reward_wait_s=20.0)
+
+
+def test_a_reward_that_comes_too_late_is_counted_and_trains_nothing() -> None:
+    async def agent(one: Elsewhere) -> None:
+        episode = await one.start()
+        await one.call(episode)
+        await one.finish(episode)
+        await one.playing
+        (finished,) = one.finished
+        assert finished.rewarded is not None
+        with pytest.raises(RewardMissing):
+            await finished.rewarded()
+        assert await one.reward(episode, reward=1) == 410
+        assert one.runner.counters()["agent/unrewarded"] == 1
+        told = {total.kind: total for total in one.runner.failures.totals()}["agent"]
+        assert told.count == 1 and "rollout.reward_wait_s" in told.error
+
+    play(agent, Scripted("gold"), reward_wait_s=0.2)
+
+
+def test_an_episode_is_finished_with_its_reward_unless_the_run_waits_for_it() -> None:
+    async def agent(one: Elsewhere) -> None:
+        episode = await one.start()
+        await one.call(episode)
+        assert await one.finish(episode) == 400
+        assert await one.finish(episode, reward=1) == 200
+        assert await one.reward(episode, reward=1) == 409
 
     play(agent, Scripted("gold"))
 
@@ -298,14 +373,10 @@ def test_an_agent_that_gives_up_fails_its_episode_in_its_own_words() -> None:
 
 def test_a_member_waits_for_an_agent_as_long_as_it_takes_and_seems_to_work() -> None:
     async def agent(one: Elsewhere) -> None:
-        def told() -> int:
-            work = int(1000 * one.runner.worked_s())
-            return renewal({5: one.progress}, work, None, None, one.progress.clock, 0).progress[5]
-
         while "waiting" not in one.progress.slowest()[0]:
             await asyncio.sleep(0.01)
-        before = told()
-        while told() == before:
+        before = one.told()
+        while one.told() == before:
             await asyncio.sleep(0.01)
         await asyncio.sleep(0.2)  # both limits are shorter
         assert not one.playing.done() and "waiting" in one.progress.slowest()[0]

@@ -205,7 +205,7 @@ def test_what_is_no_text_is_refused_by_its_kind(path: str, kind: str) -> None:
     body = json.dumps({"messages": [message]} if path != "responses" else {"input": [message]})
     decode: Any = {
         "chat/completions": chat_form.decode,
-        "responses": lambda one: responses_form.decode(one, {}),
+        "responses": lambda one: responses_form.decode(one, {}.get),
         "messages": messages_form.decode,
     }[path]
     with pytest.raises(RequestRefused, match=kind):
@@ -234,7 +234,7 @@ def test_what_is_no_text_is_refused_by_its_kind(path: str, kind: str) -> None:
 )
 def test_the_responses_api_refuses_by_name(change: dict[str, Any], named: str) -> None:
     with pytest.raises(RequestRefused, match=named):
-        responses_form.decode(json.dumps(change).encode(), {})
+        responses_form.decode(json.dumps(change).encode(), {}.get)
 
 
 @pytest.mark.parametrize(
@@ -307,7 +307,7 @@ def test_one_conversation_is_the_same_request_in_every_form() -> None:
         "tools": [NAMED],
     }
     first = chat_form.decode(json.dumps(chat).encode())
-    second = responses_form.decode(json.dumps(responses).encode(), {})
+    second = responses_form.decode(json.dumps(responses).encode(), {}.get)
     third = messages_form.decode(json.dumps(messages).encode())
     for other in (second, third):
         assert other.messages == first.messages and other.tools_text == first.tools_text
