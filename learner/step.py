@@ -299,8 +299,8 @@ class Updater(Models):
         steps: int,
         critic: CriticTraining | None = None,
         distillation: Distillation | None = None,
-        of: Stepper | None = None,
         teaching: Teaching | None = None,
+        of: Stepper | None = None,
     ) -> Applied:
         return (of or self.stepper)(
             stage,
