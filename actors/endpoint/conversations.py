@@ -18,6 +18,7 @@ import dataclasses
 import re
 import secrets
 from collections import Counter, deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -119,7 +120,7 @@ class Conversations:
 
     def __post_init__(self) -> None:
         endpoint, serve = self.rollout.endpoint, self.rollout.serve
-        self.keys = user_keys(endpoint.key_env, serve.users_env)
+        self.keys: Mapping[bytes, str] = user_keys(endpoint.key_env, serve.users_env)
         self._template = Template(self.chat)
         self._patterns = [re.compile(pattern) for pattern in serve.redact]
         self._server = EndpointServer(USERS, self.failures, endpoint, self, self)

@@ -3,12 +3,9 @@
 import runpy
 import subprocess
 import sys
-import threading
-import time
 from pathlib import Path
 from statistics import fmean
 
-import httpx
 import pytest
 from arm_agent import make_policy
 from launches import free_port, is_step, launching
@@ -25,7 +22,6 @@ from examples.guess import Guess
 pytestmark = pytest.mark.process
 
 FIRST_STEP_S = 300.0  # on a busy machine most of it is the import of torch in each process
-LIKED_TOKENS = 6
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
@@ -142,52 +138,3 @@ def train(name: str, directory: Path, *changes: str, steps: int) -> list[dict]:
         code, errors = one.end()
         assert code == 0, (errors, one.logs())
     return Tail(directory / name / "metrics.jsonl").rows()
-
-
-@pytest.mark.slow
-def test_a_served_policy_learns_what_its_users_like(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """They like short replies, and do not say so."""
-    port, key = free_port(), "a-key-of-the-test"
-    monkeypatch.setenv("SERVE_KEY", key)
-    monkeypatch.setenv("SERVE_USERS", f"anne={key}-of-anne")
-    stop, ratings, overheads_s = threading.Event(), list[float](), list[float]()
-    http = httpx.Client(
-        base_url=f"http://127.0.0.1:{port}", headers={"x-api-key": f"{key}-of-anne"}, timeout=60
-    )
-
-    def talk() -> None:
-        while not stop.is_set():
-            body = {"messages": [{"role": "user", "content": f"say {len(ratings) % 7}"}]}
-            try:
-                answer = http.post("/v1/chat/completions", json=body)
-                if answer.status_code != 200:
-                    raise httpx.ConnectError(answer.text)
-                said = answer.json()
-                liked = float(said["usage"]["completion_tokens"] <= LIKED_TOKENS)
-                began = time.monotonic()
-                http.post(
-                    f"/episodes/{said['id']}/reward", json={"reward": liked}
-                ).raise_for_status()
-                overheads_s.append(time.monotonic() - began)
-                ratings.append(liked)
-            except httpx.ConnectError:  # it does not listen yet
-                stop.wait(0.1)
-
-    people = threading.Thread(target=talk)
-    people.start()
-    try:
-        changes = ["policy.hidden_size=32", "stages.0.steps=60", f"rollout.endpoint.port={port}"]
-        changes += ["rollout.serve.calls_per_minute=1000000", "learner.lr=3e-3"]
-        rows = train("serve", tmp_path, *changes, steps=60)
-    finally:
-        stop.set()
-        people.join()
-    steps = [row for row in rows if is_step(row)]
-    assert not any("eval/episodes" in row for row in rows)
-    first, last = steps[:10], steps[-10:]
-    rise = fmean(row["train/reward_mean"] for row in last)
-    rise -= fmean(row["train/reward_mean"] for row in first)
-    print(rise, sorted(overheads_s)[int(0.99 * len(overheads_s))], len(ratings))
-    assert rise >= 0.2
