@@ -35,7 +35,8 @@ FILES = ("demonstrations", "labels", "preferences", "tasks")
 
 @dataclass
 class Ingestion:
-    """What was read. `written`: rows by file; `left_out`: conversations by reason, and `last`."""
+    """Counts of conversations `read`. `written`: rows by file; `left_out`: conversations by reason,
+    and the `last` of each."""
 
     read: int = 0
     written: Counter[str] = field(default_factory=Counter)

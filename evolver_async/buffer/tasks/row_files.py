@@ -71,7 +71,7 @@ _encode = msgspec.json.Encoder().encode
 
 @dataclass(frozen=True)
 class ReadAs:
-    """How rows are read: the keys of `tasks`, or the `columns` of `data`, whose rows may be
+    """Reading of rows: the keys of `tasks`, or the `columns` of `data`, whose rows may be
     conversations (`spoken`)."""
 
     prompt: str = ""
