@@ -16,7 +16,7 @@ from actors.envs.exact import exact
 from actors.envs.tool_server import close_tool_servers
 from actors.formats.chat import Chat
 from actors.rewards.facts import Unscorable
-from actors.rewards.scorer import RewardScorer
+from actors.rewards.scorer import RewardScorer, own_model
 from actors.rollout.environment import abandoned_closed
 from actors.rollout.episode import EpisodeLate
 from actors.rollout.episode_config import setting_of
@@ -28,6 +28,7 @@ from evolver_async.buffer.stages import eval_sets_of, source_of
 from evolver_async.buffer.tasks.task_source import EvalSet, held_out_task
 from evolver_async.checkpoint import history, shards
 from evolver_async.config import Config
+from evolver_async.config.effective.changes import with_values
 from evolver_async.config.load import stage_config
 from evolver_async.config.sections.rollout import USERS
 from evolver_async.launch.run_directory import config_of
@@ -61,6 +62,10 @@ def evaluate(
         run_dir / "checkpoints", config.run.name or run_dir.name, step
     )
     weights = shards.read(chosen, "model")
+    model = config.reward.model
+    if not (model.path or model.url):
+        path = str(own_model(config, len(config.stages) - 1, run_dir))
+        config = with_values(config, {"reward.model.path": path})
     return _evaluated(config, f"{run_dir}, step {manifest.step}", episodes, weights, save)
 
 
@@ -240,7 +245,7 @@ async def play_all(
                 for one in played:
                     ended = one if one.rewarded is None else await one.rewarded()
                     if scorer is not None:
-                        await scorer.score(task, ended, setting, graded=False)
+                        await scorer.score(task, ended, setting, False, stage)
                     trajectories.append(ended.trajectory)
             except FAILED as failure:
                 failures.append(f"{task.task_id}: {failure}")

@@ -8,6 +8,7 @@ import socket
 import time
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 
 from actors.checks.config import check_own, check_servers, probe
 from actors.endpoint.runner import make_agents
@@ -20,7 +21,7 @@ from actors.formats.chat import Chat
 from actors.judge.configured_judge import make_judge
 from actors.postprocess import ActorComponents
 from actors.questioning.questioner import make_questioner
-from actors.rewards.scorer import RewardScorer
+from actors.rewards.scorer import RewardScorer, scores
 from actors.rollout.environment import IdleEnvironments
 from actors.scripted.reflection import Reflector
 from actors.worker import ActorReplaced, Worker
@@ -59,11 +60,13 @@ def build(
     name: str,
     incarnation: int,
     experience: Client | None = None,
+    run_dir: Path | None = None,
 ) -> Worker:
     """Build a worker for any launcher. Its engine begins without weights: the first head brings
     them.
 
-    `experience`: a client of the experience service, where there is one.
+    `experience`: a client of the experience service, where there is one. `run_dir`: has the reward
+    models that the run trains.
     """
     failures, reflection = FailureCounts(), config.reflection
     idle = IdleEnvironments(config.env.processes)
@@ -78,7 +81,7 @@ def build(
         agents=make_agents(config, engine, chat, failures),
         failures=failures,
         idle=idle,
-        scorer=RewardScorer(config, failures) if config.reward.terms else None,
+        scorer=RewardScorer(config, failures, run_dir) if scores(config) else None,
     )
     return Worker(config, client, source, engine, chat, name, incarnation, components)
 
@@ -217,7 +220,7 @@ async def work(
     heartbeat = Heartbeat(*whose, warn_s=config.buffer.warn_s, read=beat)
     heartbeat.start()
     try:
-        worker = build(config, client, welcome.weights_address, *identity, experience)
+        worker = build(config, client, welcome.weights_address, *identity, experience, args.run_dir)
         worker.tickets.launch = welcome.launch
         collect_rarely()
         give_back_memory()

@@ -244,7 +244,9 @@ class TicketPostprocessing:
         """Set reward and success by the terms of the configuration. Raises Ungraded."""
         try:
             with self._judging(finished.trajectory.member, "scoring"):
-                await scorer.score(self.ticket.task, finished, self.setting, graded)
+                await scorer.score(
+                    self.ticket.task, finished, self.setting, graded, self.ticket.stage
+                )
         except Unscorable as error:
             self.components.failures.note("reward", "reward.terms", str(error))
             raise Ungraded(self.ticket.task.task_id) from error

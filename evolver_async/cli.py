@@ -256,6 +256,8 @@ def _add_results(commands: Commands) -> None:
     _add_step(command, "default: the newest")
     about = "show one row of tasks.path an environment in the README; by default it has none"
     command.add_argument("--examples", action="store_true", help=about)
+    about = "write the newest reward model of the run instead, or with --step that of a checkpoint"
+    command.add_argument("--reward-model", action="store_true", help=about)
 
     about = "write a run, several or a study as an HTML page: curves, tables, trajectories"
     command = _add(commands, "report", "results:report", about)

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from evolver_async.config import Config
 from evolver_async.config.load import stage_config
+from evolver_async.config.secrets import secret
 from evolver_async.extension import is_own
 
 
@@ -11,6 +12,8 @@ def check(config: Config) -> None:
     """Raise ValueError, naming the key, for a function of one's own that cannot be used."""
     stages = [config, *(stage_config(config, index) for index in range(len(config.stages)))]
     for staged in stages:
+        if staged.teacher.url and staged.teacher.key_env:
+            secret(staged.teacher.key_env, "teacher.key_env")
         for problem in _problems(staged):
             raise ValueError(problem)
 

@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from evolver_async.config import Config
+from evolver_async.config.sections.run import PAIRED, PREFERENCES
 from evolver_async.lineages import Fork
 from evolver_async.metrics.writer import Timers
 from evolver_async.room import lacks_room
@@ -27,16 +28,21 @@ from learner.advantage.shaped_rewards import rewards_of
 from learner.data.batch import Batch, Minibatch, Values
 from learner.data.collate import Collator
 from learner.data.players import groups_by_player
-from learner.data.selection import Selected, advantage_scale, pairs, select, trainable
+from learner.data.selection import Selected, advantage_scale, labelled, pairs, select, trainable
 from learner.diagnostics.measure import Credit, StepResult, Trained
 from learner.diagnostics.stop_rules import BadSteps
+from learner.loss.bradley_terry import BradleyTerry
 from learner.loss.dpo import PreferenceLoss, pair_signs
+from learner.loss.kto import KtoLoss, mismatched
 from learner.loss.objective import Objective, supervised_loss
+from learner.optimize import reward_model
 from learner.optimize.critic import CriticTraining
 from learner.optimize.distillation import Distillation, distillation_of
 from learner.optimize.logprobs import Scorer, comes_late, late_anchor, step_logprobs
 from learner.optimize.model import Models
-from learner.optimize.step_passes import MicroLoss
+from learner.optimize.reward_passes import RewardPasses
+from learner.optimize.step_passes import MicroLoss, StepPasses
+from learner.optimize.teaching import Teaching, teaching_of
 from learner.optimize.updates import Applied, Failure, Stepper, UpdateLimits
 from learner.ranks.mesh import Ranks, alone
 from learner.state import LearnerState
@@ -53,7 +59,8 @@ class Updater(Models):
         super().__init__(config, ranks or alone(config.learner.device))
         self.run_dir = run_dir
         self.timers = timers
-        self.stepper = Stepper(self, config, timers)
+        self.stepper = Stepper(StepPasses(self, config, timers))
+        self.reward_stepper = Stepper(RewardPasses(self, config, timers))
         self.collate = Collator(config.run.seed, self.decode, lambda: self.grammars)
         self.bad_steps = BadSteps(run_dir, config.learner.max_bad_steps, self.ranks.rank == 0)
 
@@ -79,12 +86,20 @@ class Updater(Models):
         self.restore_tensors(directory)
         return LearnerState.read(directory)
 
+    def export_reward_model(self, directory: Path) -> None:
+        """Write the reward model as a directory of transformers; return when rank 0 has."""
+        assert self.reward_model is not None, "only a reward_model stage has one to write"
+        tensors = self.reward_model.whole()
+        if self.ranks.rank == 0:
+            reward_model.write(self.config, tensors, directory)
+
     def enter(self, stage: Config, state: LearnerState) -> None:
-        """Carry out a stage's beginning once, and make the reference at every start."""
+        """Carry out a stage's beginning once; make reference and teacher at every start."""
         if state.entered < state.stage:
             self.begin_stage(stage, state.stage)
             state.entered = state.stage
         self.ensure_reference(stage, state.stage)
+        self.ensure_teacher(stage)
 
     def step(
         self,
@@ -109,26 +124,37 @@ class Updater(Models):
     ) -> Trained:
         """Train one step of a stage of this kind, which has `steps`."""
         split, chosen, credit = groups, Selected(groups, {}), None
-        if kind in ("rl", "dpo"):
+        if kind in ("rl", *PREFERENCES):
             split = groups_by_player(groups, stage.advantage.baseline)
         if kind == "rl":
             chosen = select(split, stage.selection, seed=self.config.run.seed)
-        elif kind != "dpo":
-            chosen = trainable(split)
-        else:
+        elif kind in PAIRED:
             chosen = pairs(split, stage.selection.by, masked=stage.loss.mask_truncated)
+        elif kind == "kto":
+            chosen = labelled(split, masked=stage.loss.mask_truncated)
+        else:
+            chosen = trainable(split)
         if not chosen.groups:
             return Trained(kind, groups, split, chosen)
-        whole = kind == "dpo"
+        whole = kind in PAIRED
         batch = self.collate(chosen.groups, stage.experience, state.head, forks, whole=whole)
-        self.ranks.plan(batch.whole(), self.layout, gradient=True)
+        for _ in range(stage.learner.epochs):
+            self.ranks.plan(batch.whole(), self.layout, gradient=True)
         if kind == "rl":
             share = len(chosen.groups) / len(split)
             applied, credit = self._rl(stage, batch, share, state, steps)
         elif kind == "dpo":
             applied = self._dpo(stage, batch, state, steps)
+        elif kind == "kto":
+            applied = self._kto(stage, chosen.groups, batch, state, forks, steps)
+        elif kind == "reward_model":
+            loss = BradleyTerry(stage.reward_model.centre_coef)
+            applied = self._update(stage, batch.whole(), loss, state, steps, of=self.reward_stepper)
+            self._check_finite(state, applied, batch)
         else:
-            applied = self._update(stage, batch.whole(), supervised_loss, state, steps)
+            teaching = self._teaching(stage, batch, "token_mean")
+            given = stage, batch.whole(), supervised_loss, state, steps
+            applied = self._update(*given, teaching=teaching)
             self._check_finite(state, applied, batch)
         return Trained(kind, groups, split, chosen, batch, applied, credit)
 
@@ -181,7 +207,9 @@ class Updater(Models):
         )
         critic = self._critic_training(stage, values, advantages.return_N, state.critic_steps)
         distillation = distillation_of(stage, batch, critic, self.layout)
-        applied = self._update(stage, trains, loss, state, steps, critic, distillation)
+        teaching = self._teaching(stage, batch, stage.loss.aggregation, critic)
+        given = stage, trains, loss, state, steps, critic, distillation, teaching
+        applied = self._update(*given)
         if unfit := len(advantages.left_out):
             log.error("take %d: %d groups have no finite advantage", state.take, unfit)
         if not advantages.finite_P.any():
@@ -196,6 +224,28 @@ class Updater(Models):
         assert self.reference is not None, "a dpo stage was entered without a reference"
         reference_N = self._scorer(stage)(self.reference, batch.whole())
         loss = PreferenceLoss(stage.loss, pair_signs(batch), reference_N)
+        applied = self._update(stage, batch.whole(), loss, state, steps)
+        self._check_finite(state, applied, batch, loss)
+        return applied
+
+    def _kto(
+        self,
+        stage: Config,
+        groups: list[Group],
+        batch: Batch,
+        state: LearnerState,
+        forks: dict[int, Fork],
+        steps: int,
+    ) -> Applied:
+        """Train one step on single judgements. The KL is that of the policy before the step."""
+        assert self.reference is not None, "a kto stage was entered without a reference"
+        score, others = self._scorer(stage), mismatched(groups, self.config.policy.max_length)
+        mixed = self.collate(others, stage.experience, state.head, forks, whole=False).whole()
+        gained_N = score(self.model, mixed) - score(self.reference, mixed)
+        kl = max(0.0, float(gained_N.sum()) / max(1, mixed.trajectories))
+        good_P = np.array([one.success for group in groups for one in group.trajectories], bool)
+        reference_N = score(self.reference, batch.whole())
+        loss = KtoLoss(stage.loss, good_P, reference_N, kl)
         applied = self._update(stage, batch.whole(), loss, state, steps)
         self._check_finite(state, applied, batch, loss)
         return applied
@@ -224,6 +274,22 @@ class Updater(Models):
             warms_up,
         )
 
+    def _teaching(
+        self,
+        stage: Config,
+        batch: Batch,
+        aggregation: str,
+        critic: CriticTraining | None = None,
+    ) -> Teaching | None:
+        """Set up the teacher's part of the updates; None without one, or while a critic warms up,
+        which leaves the policy unchanged."""
+        taught = stage.teacher.path or stage.teacher.url
+        if not taught or (critic is not None and critic.warms_up):
+            return None
+        with self.timers("teacher"):
+            score = self._scorer(stage)
+            return teaching_of(stage, batch, aggregation, self.teacher, score, self.tokenizer)
+
     def _update(
         self,
         stage: Config,
@@ -233,13 +299,16 @@ class Updater(Models):
         steps: int,
         critic: CriticTraining | None = None,
         distillation: Distillation | None = None,
+        teaching: Teaching | None = None,
+        of: Stepper | None = None,
     ) -> Applied:
-        return self.stepper(
+        return (of or self.stepper)(
             stage,
             data,
             loss,
             critic,
             distillation,
+            teaching,
             UpdateLimits.of(stage, loss),
             take=state.take,
             step=state.stage_step,

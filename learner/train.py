@@ -16,6 +16,7 @@ from typing import Any
 from evolver_async.checkpoint.checkpoints import CheckpointError
 from evolver_async.checkpoint.checkpoints import progress as writing
 from evolver_async.config import Config
+from evolver_async.config.sections.run import PREFERENCES
 from evolver_async.errors import EVALUATION_LOST, STOPPED, TrainingError
 from evolver_async.launch import run_directory
 from evolver_async.lineages import Fork
@@ -49,6 +50,7 @@ PHASES = {  # activities in words
     "forward": "forward and backward",
     "backward": "forward and backward",
     "distill": "distillation",
+    "teacher": "teacher",
     OTHER: "collation",
 }
 POLL_S = 0.5  # between checks for results of an evaluation, or for the end of a pause
@@ -211,13 +213,16 @@ class Learner:
             steps = self.config.stages[stage].steps
             outcome = self.updater.step(kind, settings, groups, self.state, self.forks, steps)
         self.progress.end()
-        learns, selects = kind == "rl", kind in ("rl", "dpo")  # those can filter all groups
+        learns = kind == "rl"
+        selects = kind in ("rl", *PREFERENCES)  # those can filter all groups
         self.guard.count(settings, self.state, outcome)
         alarms = self.guard.watch(settings, self.state, outcome) if learns else []
         self.state.count(groups, outcome.tokens, outcome.updates)
         passed = self.clock.tick(self.state)
         self.guard.tell_slow_rank(take, outcome.metrics, passed)
         over = stage_over(self.config.stages[stage], self.state)
+        if over and kind == "reward_model":  # before any actor can get a ticket of the next stage
+            self.updater.export_reward_model(run_directory.reward_model_of(self.run_dir, stage))
         # Other stages publish at their end (and at a restart): no version is made in between.
         changed = outcome.updates > 0 if learns else over
         if changed:

@@ -9,7 +9,7 @@ from typing import Any
 from actors.child_process import ChildProcess
 from actors.rewards.facts import Unscorable
 
-START_S = 60.0  # for a process to start and to import a function
+START_S = 110.0  # for a process to start and to import a function: less than buffer.stall_s
 LARGEST_REPLY = 1 << 20  # bytes
 
 

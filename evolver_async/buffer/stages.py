@@ -21,7 +21,9 @@ TICKETS: dict[str, Literal["rollout", "demo", "branch"]] = {
     "world_model": "branch",
     "reflect": "branch",
     "rl": "rollout",
+    "reward_model": "rollout",
     "dpo": "rollout",
+    "kto": "rollout",
 }  # the kind of ticket that a stage trains on, by kind of stage
 
 

@@ -80,7 +80,10 @@ def export(args: argparse.Namespace) -> int:
     """Write a checkpoint as a Hugging Face directory."""
     run_dir = run_directory(args.run_dir)
     with as_config_errors():
-        say(resolve("export")(run_dir, args.out, args.step, args.examples))
+        if args.reward_model:
+            say(resolve("export_reward_model")(run_dir, args.out, args.step))
+        else:
+            say(resolve("export")(run_dir, args.out, args.step, args.examples))
     return 0
 
 

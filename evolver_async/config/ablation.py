@@ -7,7 +7,6 @@ nearest possible one. The run's files keep both as written, so that a change bac
 from collections.abc import Collection, Iterator
 from typing import Any, NamedTuple
 
-from evolver_async.config import merge
 from evolver_async.config.effective.changes import Change, default_of, possible, value_of
 from evolver_async.config.effective.inert import (
     idle_because,
@@ -15,6 +14,7 @@ from evolver_async.config.effective.inert import (
     refreshes_nothing,
     without_effect,
 )
+from evolver_async.config.merge import override
 from evolver_async.config.sections import Config
 from evolver_async.config.sections.run import StageConfig
 
@@ -73,11 +73,11 @@ class _Stage(NamedTuple):
     @classmethod
     def of(cls, config: Config, index: int) -> "_Stage":
         stage = config.stages[index]
-        written = merge.override(config, stage.override)
+        written = override(config, stage.override)
         changed, changes = possible(written, stage)
         rolled = None
         if stage.kind == "rl" and written.safety.action == "rollback":
-            after, later = possible(merge.override(written, written.safety.rollback), stage)
+            after, later = possible(override(written, written.safety.rollback), stage)
             of_rollback = (one._replace(why=f"{one.why}, after a rollback") for one in later)
             changes += [
                 new for new, one in zip(of_rollback, later, strict=True) if one not in changes

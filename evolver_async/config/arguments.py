@@ -2,14 +2,15 @@
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any, Literal, NamedTuple, get_origin
 
 import yaml
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from evolver_async.config.merge import apply, environment, environment_name, merge, staged
+from evolver_async.config.merge import apply, environment, merge, staged, without_parameters
 from evolver_async.config.scopes import declared
 from evolver_async.config.sections import Config
 from evolver_async.config.sections.run import StageConfig
@@ -35,19 +36,23 @@ class Argument(NamedTuple):
         return known and "name" in environment(self.tree.get("override"))
 
 
-def apply_arguments(resolved: DictConfig, dotlist: Sequence[str]) -> DictConfig:
-    """Merge arguments over `resolved`, in order. Raise ConfigError, naming the key."""
-    arguments = [_argument(entry) for entry in dotlist]
+def read_arguments(dotlist: Iterable[str]) -> list[Argument]:
+    """Read texts `key=value`. Raise ConfigError for what is none."""
+    return [_argument(entry) for entry in dotlist]
+
+
+def apply_arguments(config: Config, arguments: Sequence[Argument]) -> Config:
+    """Merge arguments over `config`, in order. Raise ConfigError, naming the key."""
     # Names of environments come first in any order: they drop the parameters of others.
-    names = [one for one in arguments if one.names_environment(len(resolved.stages))]
+    names = [one for one in arguments if one.names_environment(len(config.stages))]
     for argument in (*names, *arguments):
-        resolved = _apply_argument(resolved, argument)
-    return resolved
+        config = _apply_argument(config, argument)
+    return config
 
 
-def trees_of(dotlist: Sequence[str]) -> list[Any]:
+def trees_of(arguments: Iterable[Argument]) -> list[Any]:
     """Return the trees of sections of the arguments that set keys for the whole run."""
-    return [one.tree for one in map(_argument, dotlist) if not one.stage and one.key != APPEND]
+    return [one.tree for one in arguments if not one.stage and one.key != APPEND]
 
 
 def _argument(entry: str) -> Argument:
@@ -77,26 +82,21 @@ def _read(key: str, text: str, is_text: bool) -> Any:
     return read["value"]
 
 
-def _apply_argument(resolved: DictConfig, argument: Argument) -> DictConfig:
+def _apply_argument(config: Config, argument: Argument) -> Config:
     if argument.key == APPEND:
-        tree = staged(argument.tree[APPEND])
-        added = merge(OmegaConf.structured(StageConfig), tree, StageConfig, f"{APPEND}.")
-        resolved.stages.append(added)
-        return resolved
+        added = merge(StageConfig(), staged(argument.tree[APPEND]), f"{APPEND}.")
+        return replace(config, stages=[*config.stages, added])
     if not argument.stage:
-        return apply(resolved, argument.tree)
-    if not argument.stage.isdigit() or int(argument.stage) >= len(resolved.stages):
+        return apply(config, argument.tree)
+    if not argument.stage.isdigit() or int(argument.stage) >= len(config.stages):
         raise ConfigError(f"{argument.key}: there is no stage {argument.stage}")
-    stage = int(argument.stage)
-    raw: Any = OmegaConf.to_container(resolved.stages[stage])
-    env = environment(raw["override"])
-    now = env.get("name", environment_name(resolved))
+    index = int(argument.stage)
+    stage = config.stages[index]
+    now = environment(stage.override).get("name", config.env.name)
     if environment(argument.tree.get("override")).get("name", now) != now:
-        env.pop("params", None)
-    base = OmegaConf.merge(OmegaConf.structured(StageConfig), raw)
-    assert isinstance(base, DictConfig)
-    resolved.stages[stage] = merge(base, argument.tree, StageConfig, f"stages[{stage}].")
-    return resolved
+        stage = replace(stage, override=without_parameters(stage.override))
+    changed = merge(stage, argument.tree, f"stages[{index}].")
+    return replace(config, stages=[*config.stages[:index], changed, *config.stages[index + 1 :]])
 
 
 def text_of(value: Any) -> str:

@@ -61,26 +61,26 @@ def _fetched(policy: PolicyConfig, local_files_only: bool) -> Path:
     return Path(snapshot_download(policy.path, allow_patterns=FILES, **wanted))
 
 
-def snapshot(policy: PolicyConfig) -> Path:
+def snapshot(policy: PolicyConfig, key: str = "policy.path") -> Path:
     """Return the directory of the id in `policy.path`, named after its commit; download it if it is
-    not in the cache and `policy.download` allows that. Raise ConfigError.
+    not in the cache and `policy.download` allows that. Raise ConfigError, which names `key`.
     """
     if (found := cached(policy)) is not None:
         return found
     at = f" at revision {policy.revision}" if policy.revision else ""
     if not policy.download:
         raise ConfigError(
-            f"policy.path: {policy.path} is neither a directory nor, as the id of a hub{at}, whole"
+            f"{key}: {policy.path} is neither a directory nor, as the id of a hub{at}, whole"
             " in the local cache; policy.download=true downloads it"
         )
     try:
         directory = _fetched(policy, local_files_only=False)
     except (OSError, ValueError) as error:
         said = str(error).strip().splitlines() or [type(error).__name__]
-        raise ConfigError(f"policy.path: cannot download {policy.path}{at}: {said[0]}") from error
+        raise ConfigError(f"{key}: cannot download {policy.path}{at}: {said[0]}") from error
     if not _is_whole(directory):
         raise ConfigError(
-            f"policy.path: {policy.path}{at} has no whole {', '.join(NEEDED)} and *.safetensors,"
+            f"{key}: {policy.path}{at} has no whole {', '.join(NEEDED)} and *.safetensors,"
             " or its hub cannot be reached"
         )
     return directory

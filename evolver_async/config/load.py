@@ -7,7 +7,10 @@ plain-dict form is the one inside WELCOME.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from copy import deepcopy
+from dataclasses import asdict, dataclass, field, replace
+from functools import lru_cache
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +18,12 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from evolver_async.config import merge
-from evolver_async.config.arguments import apply_arguments, trees_of
+from evolver_async.config.arguments import Argument, apply_arguments, read_arguments, trees_of
 from evolver_async.config.checks import check, check_stage
-from evolver_async.config.effective.changes import effective
-from evolver_async.config.merge import apply, defaults, to_config
+from evolver_async.config.merge import apply, merge, override, resolved
 from evolver_async.config.model_defaults import Default, model_defaults
 from evolver_async.config.scopes import named, refuse_whole_run, refuse_whole_stage
-from evolver_async.config.secrets import escaped
+from evolver_async.config.secrets import escaped, note_references
 from evolver_async.config.sections import Config
 from evolver_async.config.sections.learner import by_kind
 from evolver_async.config.sections.run import BRANCHED, PAIRED
@@ -50,22 +51,25 @@ def load_explained(
 ) -> tuple[Config, dict[str, str]]:
     """Return what `load` does, and the reason of each key that follows from the model at hand."""
     trees = [] if path is None else _read(Path(path))
-    config = _merged({}, trees, dotlist)
+    arguments = read_arguments(dotlist)
+    config = _merged({}, trees, arguments)
     layer = {}
     if config.policy.path:
-        given = {key for tree in (*trees, *trees_of(dotlist)) for key in named(tree)}
+        given = {key for tree in (*trees, *trees_of(arguments)) for key in named(tree)}
         layer = model_defaults(config, given)
-        config = _merged(_nested(layer), trees, dotlist)
+        config = _merged(_nested(layer), trees, arguments)
     check_run(config)
     return config, {key: default.why for key, default in layer.items()}
 
 
-def _merged(layer: dict[str, Any], trees: list[dict[str, Any]], dotlist: Sequence[str]) -> Config:
+def _merged(
+    layer: dict[str, Any], trees: list[dict[str, Any]], arguments: Sequence[Argument]
+) -> Config:
     """Merge the layer of the model, recipes and arguments over the defaults, in this order."""
-    resolved = apply(defaults(), layer)
-    for tree in trees:
-        resolved = apply(resolved, tree)
-    return to_config(apply_arguments(resolved, dotlist))
+    config = Config()
+    for tree in (layer, *trees):
+        config = apply(config, tree)
+    return resolved(apply_arguments(config, arguments))
 
 
 def _nested(layer: dict[str, Default]) -> dict[str, Any]:
@@ -86,13 +90,13 @@ def load_written(run_dir: Path, changes: Sequence[str] = (), *, checked: bool = 
     if problem := foreign_run(run_dir):
         raise ConfigError(problem)
     path = run_dir / "config.yaml"
-    resolved = defaults()
+    config = Config()
     for tree in _read(path, end=END):
         try:
-            resolved = apply(resolved, tree)
+            config = apply(config, tree)
         except ConfigError as error:
             raise ConfigError(f"{path}: {error}") from None
-    config = to_config(apply_arguments(resolved, changes))
+    config = resolved(apply_arguments(config, read_arguments(changes)))
     problem = _problem(config) if checked else ""
     if problem and (not changes or problem == _problem(load_written(run_dir, checked=False))):
         problem = f"{path}: {problem}; a change KEY=VALUE at --resume replaces a value of the file"
@@ -125,7 +129,7 @@ def stage_as_written(config: Config, index: int) -> Config:
     A group of a stage that learns from rows is one row.
     """
     stage = config.stages[index]
-    written = merge.override(config, stage.override)
+    written = override(config, stage.override)
     if not written.data.path or stage.kind in ("rl", *BRANCHED):
         return written
     size = 2 if stage.kind in PAIRED else 1
@@ -139,11 +143,36 @@ def stage_config(config: Config, index: int, rollbacks: int = 0) -> Config:
     smaller. Bounds that a recipe leaves open to `correction.kind` are closed here and here alone: a
     resumed run or a stage with another kind gets the bounds of that kind. Keys that do nothing in
     the stage have their defaults, so that they cannot act. Sections that do not change are those of
-    `config` itself.
+    `config` itself; the others are made once for all configurations of the same values.
     """
-    override = config.stages[index].override
-    where = f"stages[{index}].override"
-    refuse_whole_run(override, where)
+    said = repr(config)
+    asked = _Asked(said, index, rollbacks, config)
+    # variables of the environment, to which an override can refer, can change
+    changed = _changed.__wrapped__(asked) if "${" in said else _changed(asked)
+    return replace(config, **deepcopy(changed))
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """A stage of a configuration, which is compared by its text."""
+
+    text: str
+    index: int
+    rollbacks: int
+    config: Config = field(compare=False)
+
+
+@lru_cache(maxsize=64)
+def _changed(asked: _Asked) -> dict[str, Any]:
+    """Return the sections of a stage that are not those of the run."""
+    staged = vars(_staged(asked.config, asked.index, asked.rollbacks))
+    before = vars(asked.config)
+    return deepcopy({name: one for name, one in staged.items() if one is not before[name]})
+
+
+def _staged(config: Config, index: int, rollbacks: int) -> Config:
+    tree, where = config.stages[index].override, f"stages[{index}].override"
+    refuse_whole_run(tree, where)
     try:
         merged = stage_as_written(config, index)
         longest = config.policy.max_length
@@ -152,21 +181,19 @@ def stage_config(config: Config, index: int, rollbacks: int = 0) -> Config:
                 f"policy.max_length: must be at most the run's ({longest}), for which engines have"
                 f" memory, is {merged.policy.max_length}"
             )
-        check_stage(merged, index)
+        found = check_stage(merged, index)
     except ConfigError as error:
-        of_run = not override or _refused_without(config, index) == str(error)
+        of_run = not tree or _refused_without(config, index) == str(error)
         raise ConfigError(str(error) if of_run else f"{where}: {error}") from None
     if rollbacks:
         try:
-            merged = _rolled_back(merged, rollbacks)
-            check_stage(merged, index)
+            found = check_stage(_rolled_back(merged, rollbacks), index)
         except ConfigError as error:
             raise ConfigError(f"safety.rollback: {error}") from None
-    merged = effective(merged, config.stages[index])
     # between engine and learner bfloat16 alone rounds a fresh sequence out of the narrow bounds
-    fresh = merged.buffer.max_staleness == 0 and merged.policy.decided_dtype == "float32"
-    correction, loss = by_kind(merged.correction, merged.loss, fresh=fresh)
-    return replace(merged, correction=correction, loss=loss)
+    fresh = found.buffer.max_staleness == 0 and found.policy.decided_dtype == "float32"
+    correction, loss = by_kind(found.correction, found.loss, fresh=fresh)
+    return replace(found, correction=correction, loss=loss)
 
 
 def _refused_without(config: Config, index: int) -> str:
@@ -195,7 +222,7 @@ def _rolled_back(stage: Config, rollbacks: int) -> Config:
     """Return the configuration of a stage after `rollbacks`, with a smaller learning rate."""
     safety = stage.safety
     refuse_whole_stage(safety.rollback)
-    changed = merge.override(stage, safety.rollback)
+    changed = override(stage, safety.rollback)
     refills = stage.selection.facts.refills or changed.selection.facts.refills
     if refills and stage.selection != changed.selection:
         raise ConfigError("selection: dynamic selection belongs to the whole stage")
@@ -216,7 +243,7 @@ def to_yaml(config: Config, reasons: Mapping[str, str] | None = None) -> str:
 
     `reasons`: texts by key `section.name`, for a comment behind its value.
     """
-    text = OmegaConf.to_yaml(merge.structured(config))
+    text = OmegaConf.to_yaml(OmegaConf.create(escaped(asdict(config))))
     section, lines = "", []
     for line in text.splitlines() if reasons else ():
         section = line.partition(":")[0] if line[:1].strip() else section
@@ -232,18 +259,21 @@ def to_dict(config: Config) -> dict[str, Any]:
 
 def from_dict(values: dict[str, Any]) -> Config:
     """Invert `to_dict`. Raise ConfigError for values that `to_dict` cannot have written."""
-    return to_config(apply(defaults(), escaped(values)))
+    config = merge(Config(), values, "", literal=True)
+    note_references(config)
+    return config
 
 
 def _read(path: Path, above: tuple[Path, ...] = (), end: str = "") -> list[dict[str, Any]]:
     """Return the trees of a recipe and of its bases, the lowest first. `end`: its last line."""
     try:
-        if end and path.read_text(encoding="utf-8").split()[-1:] != [end]:
+        text = path.read_text(encoding="utf-8")
+        if end and text.split()[-1:] != [end]:
             raise ConfigError(
                 f"{path}: its last line is not {end}: it was cut off (copy it again), or written"
                 " before the formats of files had numbers"
             )
-        tree = OmegaConf.to_container(OmegaConf.load(path))
+        tree = _tree(text)
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from None
     except UnicodeDecodeError as error:
@@ -254,15 +284,21 @@ def _read(path: Path, above: tuple[Path, ...] = (), end: str = "") -> list[dict[
         raise ConfigError(f"{path}: not valid YAML: is nested too deep") from None
     if not isinstance(tree, dict):
         raise ConfigError(f"{path}: must be a mapping of sections")
-    base = tree.pop("base", None)
+    base, tree = tree.get("base"), {name: one for name, one in tree.items() if name != "base"}
     if base is None:
-        return [tree]  # pyright: ignore[reportReturnType]  (apply checks that keys are strings)
+        return [tree]
     if not isinstance(base, str):
         raise ConfigError(f"{path}: base: must be the path of a recipe, is {base!r}")
     below = path.parent / base
     if below.resolve() in (path.resolve(), *above):
         raise ConfigError(f"{path}: base: {base} is based on this very recipe")
-    return [*_read(below, (*above, path.resolve())), tree]  # pyright: ignore[reportReturnType]
+    return [*_read(below, (*above, path.resolve())), tree]
+
+
+@lru_cache(maxsize=32)
+def _tree(text: str) -> Any:
+    """Return the content of a YAML text, which nobody changes: a resume reads its file thrice."""
+    return OmegaConf.to_container(OmegaConf.load(StringIO(text)))
 
 
 def _infinities_as_text(value: Any) -> Any:

@@ -1,74 +1,58 @@
-"""Merging of trees of sections into a structured configuration, and its typed result.
+"""Merging of trees of sections over a configuration, whose values have the types of their keys.
 
-Unknown keys and wrong types are a ConfigError that names the key.
+Unknown keys and wrong types are a ConfigError that names the key. A text with a reference (`${`)
+stays as it is until `resolved`, which leaves references to OmegaConf.
 """
 
-import copy
 import difflib
-import re
 from collections.abc import Iterable
+from copy import deepcopy
 from dataclasses import asdict, is_dataclass, replace
-from functools import cache
-from typing import Any, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, get_args, get_origin
 
-from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from evolver_async.config.secrets import (
-    escaped,
-    kept,
-    note_references,
-    refuse_written,
-)
+from evolver_async.config.secrets import escaped, kept, note_references, refuse_written
 from evolver_async.config.sections import Config
 from evolver_async.config.sections.reward import expanded
-from evolver_async.config.sections.run import StageConfig
 from evolver_async.config.values.config_error import ConfigError
-from evolver_async.config.values.rules import item_kind, keys
+from evolver_async.config.values.rules import (
+    OneOf,
+    Pattern,
+    annotations,
+    item_kind,
+    keys,
+    mark,
+    unwrapped,
+)
 
-NOT_A_CHOICE = re.compile(r"Invalid value '(.*)', expected one of \[(.*)\]", re.DOTALL)
+Section = TypeVar("Section")
+WORDS = {str: "a text", int: "an integer", float: "a number", bool: "true or false"}
+TRUE, FALSE = ("yes", "y", "on", "true"), ("no", "n", "off", "false")
 
 
-def defaults() -> DictConfig:
-    """Return the structured configuration of all defaults, for the caller to change."""
-    return copy.deepcopy(_defaults())
+def apply(config: Config, tree: dict[str, Any]) -> Config:
+    """Merge a tree of sections over `config`, as `merge` does.
 
-
-@cache
-def _defaults() -> DictConfig:
-    return OmegaConf.structured(Config)  # four times as long as a copy
-
-
-def apply(resolved: DictConfig, tree: dict[str, Any]) -> DictConfig:
-    """Merge a tree of sections into `resolved`.
-
-    A list of stages replaces the list. Another environment drops the parameters of the one before,
-    and the sets of evaluation episodes that change them.
+    Another environment drops the parameters of the one before, and the sets of evaluation episodes
+    that change them.
     """
     if "reward" in tree:
         tree = tree | {"reward": expanded(tree["reward"])}
-    now = environment_name(resolved)
-    if environment(tree).get("name", now) != now:
-        resolved.env.params = {}
-        for name in [one for one, chosen in resolved.eval.sets.items() if not chosen.env.name]:
-            del resolved.eval.sets[name]
-        for stage in resolved.stages:
-            env = stage.override.get("env")
-            if isinstance(env, DictConfig) and "name" not in env:
-                env.pop("params", None)
-    _drop_params_of_sets(resolved, tree)
-    rest = {name: value for name, value in tree.items() if name != "stages"}
-    merged = merge(resolved, rest, Config, "")
-    if "stages" in tree:
-        stages = tree["stages"]
-        items = OmegaConf.to_container(stages) if OmegaConf.is_config(stages) else stages
-        if not isinstance(items, list):
-            raise ConfigError("stages: must be a list")
-        merged.stages = [
-            merge(OmegaConf.structured(StageConfig), staged(item), StageConfig, f"stages[{index}].")
-            for index, item in enumerate(items)
-        ]
-    return merged
+    if isinstance(tree.get("stages"), list):
+        tree = tree | {"stages": [staged(stage) for stage in tree["stages"]]}
+    if environment(tree).get("name", config.env.name) != config.env.name:
+        config = _without_parameters(config)
+    given = _mapping(_mapping(tree.get("eval")).get("sets"))
+    renamed = {
+        name: replace(chosen, env=replace(chosen.env, params={}))
+        for name, chosen in config.eval.sets.items()
+        if environment(given.get(name)).get("name", chosen.env.name) != chosen.env.name
+    }
+    if renamed:
+        config = replace(config, eval=replace(config.eval, sets=config.eval.sets | renamed))
+    return merge(config, tree, "")
 
 
 def staged(tree: Any) -> Any:
@@ -80,87 +64,139 @@ def staged(tree: Any) -> Any:
     return rest | {"override": given | {"data": tree["data"]}}
 
 
-def _drop_params_of_sets(resolved: DictConfig, tree: Any) -> None:
-    """Drop the parameters of the sets for which `tree` names another environment."""
-    sets = _mapping(_mapping(_mapping(tree).get("eval")).get("sets"))
-    for name, chosen in resolved.eval.sets.items():
-        named = environment(sets.get(name)).get("name", chosen.env.name)
-        if named != chosen.env.name:
-            chosen.env.params = {}
+def _without_parameters(config: Config) -> Config:
+    """Drop the parameters of the run's environment, and what stages and sets change of them."""
+    stages = [
+        stage
+        if "name" in environment(stage.override)
+        else replace(stage, override=without_parameters(stage.override))
+        for stage in config.stages
+    ]
+    sets = {name: chosen for name, chosen in config.eval.sets.items() if chosen.env.name}
+    env, eval_ = replace(config.env, params={}), replace(config.eval, sets=sets)
+    return replace(config, env=env, eval=eval_, stages=stages)
 
 
-def structured(config: Config) -> DictConfig:
-    """Return a resolved configuration as a structured one. References stay references."""
-    return apply(defaults(), escaped(asdict(config)))
+def without_parameters(tree: dict[str, Any]) -> dict[str, Any]:
+    """Return a tree of sections without parameters of its environment."""
+    if "params" not in environment(tree):
+        return tree
+    return tree | {"env": {name: one for name, one in tree["env"].items() if name != "params"}}
 
 
 def override(config: Config, tree: dict[str, Any]) -> Config:
-    """Return `config` with a tree of sections merged over it; unnamed sections are shared.
+    """Return `config` with a tree of sections merged over it; unnamed sections are shared."""
+    if "${" not in repr(tree):
+        return apply(config, tree)
+    text = merge(Config(), escaped(asdict(config)), "")
+    return resolved(apply(text, escaped(tree, ".override")))
 
-    Only the named sections are structured, which takes a twentieth of the time, unless a text of
-    the tree or of these sections has `${`, or the tree names an environment.
+
+def merge(base: Section, tree: Any, prefix: str, *, literal: bool = False) -> Section:
+    """Return `base`, a section at key prefix `prefix`, with `tree` merged over it.
+
+    Values are converted to the types of their keys, and a list is given whole. An empty mapping of
+    free keys empties that of `base`. Texts with a reference are kept, unless all are `literal`.
     """
-    named = [vars(config)[name] for name in tree if name in vars(config)]
-    if "stages" in tree or "name" in environment(tree) or "${" in repr((tree, named)):
-        return to_config(apply(structured(config), escaped(tree, ".override")))
-    _refuse_unknown(tree, Config, "")
-    changed = {}
-    for name, values in tree.items():
-        section: Any = getattr(config, name)
-        node = merge(OmegaConf.structured(section), values, type(section), f"{name}.")
-        changed[name] = OmegaConf.to_object(node)
-    return replace(config, **changed)
-
-
-def merge(base: DictConfig, tree: Any, kind: type, prefix: str) -> DictConfig:
-    """Merge `tree` into `base`, a structured node of dataclass `kind` at key prefix `prefix`.
-
-    A mapping of free keys that is empty in `tree` empties that of `base`.
-    """
-    _refuse_unknown(tree, kind, prefix)
-    try:
-        _empty(base, tree, kind)
-        base.merge_with(tree)
-    except OmegaConfBaseException as error:
-        raise _explained(error, prefix) from None
-    return base
-
-
-def _empty(base: DictConfig, tree: Any, kind: type) -> None:
-    """Empty the mappings of free keys for which `tree` has an empty one."""
-    types = get_type_hints(kind)
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{prefix.rstrip('.')}: must be a mapping, is {tree!r}")
+    types, changed = annotations(type(base)), dict[str, Any]()
     for name, value in tree.items():
-        item = item_kind(types[name])
-        if not isinstance(value, dict | DictConfig):
-            continue
-        if is_dataclass(types[name]):
-            _empty(base[name], value, types[name])
-        elif not value:
-            base[name] = {}
-        elif isinstance(item, type) and is_dataclass(item):
-            for key, part in value.items():
-                if key in base[name]:
-                    _empty(base[name][key], part, item)
+        key = f"{prefix}{name}"
+        if name not in types:
+            raise ConfigError(f"{key}: unknown key{_hint(str(name), types, prefix)}")
+        changed[name] = _merged(getattr(base, name), value, types[name], key, literal)
+    return replace(base, **changed)  # pyright: ignore[reportArgumentType]  (a dataclass)
 
 
-def to_config(resolved: DictConfig) -> Config:
-    """Resolve everything except references to the environment in parameters of environments."""
-    raw: Any = OmegaConf.to_container(resolved)
-    refuse_written(raw)
-    note_references(raw)
-    resolved.env.params = kept(raw["env"]["params"])
-    for part, plain in zip(resolved.tasks.mixture, raw["tasks"]["mixture"], strict=True):
-        part.params = kept(plain["params"])
-    for name, chosen in resolved.eval.sets.items():
-        chosen.env.params = kept(raw["eval"]["sets"][name]["env"]["params"])
-    for stage, plain in zip(resolved.stages, raw["stages"], strict=True):
-        stage.override = kept(plain["override"])
+def _merged(base: Any, value: Any, annotation: Any, key: str, literal: bool) -> Any:
+    """Return the value of a key, `value` merged over `base`."""
+    kind, item = unwrapped(annotation), item_kind(annotation)
+    if is_dataclass(kind):
+        return merge(base, value, f"{key}.", literal=literal)
+    of_sections = is_dataclass(item)
+    if not (literal or of_sections) and isinstance(value, str) and "${" in value:
+        return value
+    if get_origin(kind) is list:
+        if not isinstance(value, list):
+            raise ConfigError(f"{key}: must be a list, which is given whole, is {value!r}")
+        return [
+            _merged(item() if of_sections else None, part, item, f"{key}[{index}]", literal)
+            for index, part in enumerate(value)
+        ]
+    if get_origin(kind) is not dict:
+        return _converted(value, annotation, key)
+    if not isinstance(value, dict):
+        raise ConfigError(f"{key}: must be a mapping, is {value!r}")
+    if odd := [name for name in value if not isinstance(name, str)]:
+        raise ConfigError(f"{key}: key {odd[0]!r}: must be text")
+    if value and isinstance(base, str):
+        raise ConfigError(f"{key}: is that of {base} so far: write it out to change keys of it")
+    if value and item is not Any:
+        return base | {
+            name: _merged(
+                base.get(name, item() if of_sections else None),
+                *(part, item, f"{key}.{name}", literal),
+            )
+            for name, part in value.items()
+        }
+    return _deep(base, value, key) if base and value else deepcopy(value)
+
+
+def _deep(base: Any, value: dict[str, Any], key: str) -> dict[str, Any]:
+    """Merge a mapping of free keys over another one."""
     try:
-        config = OmegaConf.to_object(resolved)
+        found: Any = OmegaConf.to_container(OmegaConf.merge(base, value))
+    except OmegaConfBaseException as error:
+        raise _explained(error, f"{key}.") from None
+    return found
+
+
+def _converted(value: Any, annotation: Any, key: str) -> Any:
+    """Return a value of YAML as one of the type of its key: texts can hold numbers and truths."""
+    kind = unwrapped(annotation)
+    try:
+        if get_origin(kind) is Literal:
+            if isinstance(value, str) and value in get_args(kind):
+                return value
+        elif kind is bool and isinstance(value, str):
+            word = value.lower()
+            return word in TRUE or (word not in FALSE and bool(int(word)))
+        elif kind is bool and isinstance(value, int):
+            return bool(value)
+        elif kind is str and isinstance(value, str | int | float):
+            return str(value)
+        elif kind in (int, float) and (type(value) in (int, str) or type(value) is kind):
+            return kind(value)
+    except (ValueError, OverflowError):  # of a text, or of an integer beyond all floats
+        pass
+    if get_origin(kind) is Literal:
+        raise ConfigError(f"{key}: must be {OneOf(*get_args(kind))}, is {str(value)!r}")
+    pattern = mark(annotation, Pattern)
+    shown = "" if pattern and pattern.hidden else f", is {value!r}"
+    raise ConfigError(f"{key}: must be {pattern or WORDS[kind]}{shown}")
+
+
+def resolved(config: Config) -> Config:
+    """Resolve everything except references to the environment in parameters of environments.
+
+    Raise ConfigError for a reference that leads nowhere, or a secret among the values.
+    """
+    refuse_written(config)
+    note_references(config)
+    if "${" not in repr(config):
+        return config
+    raw = asdict(config)
+    sets = (chosen["env"] for chosen in raw["eval"]["sets"].values())
+    for env in (raw["env"], *raw["tasks"]["mixture"], *sets):
+        env["params"] = kept(env["params"])
+    for stage in raw["stages"]:
+        stage["override"] = kept(stage["override"])
+    try:
+        tree: Any = OmegaConf.to_container(OmegaConf.create(raw), resolve=True)
     except OmegaConfBaseException as error:
         raise _explained(error, "") from None
-    assert isinstance(config, Config)
-    return config
+    return merge(Config(), tree, "", literal=True)
 
 
 def environment(tree: Any) -> dict[str, Any]:
@@ -168,49 +204,14 @@ def environment(tree: Any) -> dict[str, Any]:
     return _mapping(_mapping(tree).get("env"))
 
 
-def _mapping(value: Any) -> Any:
+def _mapping(value: Any) -> dict[str, Any]:
     """Return `value` if it is a mapping, else an empty one."""
-    return value if isinstance(value, dict | DictConfig) else {}
-
-
-def environment_name(resolved: DictConfig) -> str:
-    """Return the environment's name as written: no reference is followed."""
-    raw: Any = OmegaConf.to_container(resolved.env)
-    return raw["name"]
+    return value if isinstance(value, dict) else {}
 
 
 def _explained(error: OmegaConfBaseException, prefix: str) -> ConfigError:
     key = f"{prefix}{error.full_key or ''}".rstrip(".")
-    if choice := NOT_A_CHOICE.search(str(error)):
-        allowed = choice[2].replace("'", "")
-        return ConfigError(f"{key}: must be one of {allowed}, is {choice[1]!r}")
     return ConfigError(f"{key}: {str(error).splitlines()[0]}")
-
-
-def _refuse_unknown(tree: Any, kind: type, prefix: str) -> None:
-    if not isinstance(tree, dict | DictConfig):
-        raise ConfigError(f"{prefix.rstrip('.')}: must be a mapping, is {tree!r}")
-    types = get_type_hints(kind)
-    for name, value in tree.items():
-        if name not in types:
-            raise ConfigError(f"{prefix}{name}: unknown key{_hint(str(name), types, prefix)}")
-        if get_origin(types[name]) is list and isinstance(value, dict | DictConfig):
-            raise ConfigError(f"{prefix}{name}: must be a list, which is given whole, is {value!r}")
-        if get_origin(types[name]) is dict and isinstance(value, list | ListConfig):
-            raise ConfigError(f"{prefix}{name}: must be a mapping, is {value!r}")
-        if is_dataclass(types[name]):
-            _refuse_unknown(value, types[name], f"{prefix}{name}.")
-        item = item_kind(types[name])
-        if isinstance(item, type) and is_dataclass(item):
-            for place, part in _items(value):
-                _refuse_unknown(part, item, f"{prefix}{name}{place}.")
-
-
-def _items(value: Any) -> Iterable[tuple[str, Any]]:
-    """Return the items of a list or of a mapping with their places in its key; none of others."""
-    if isinstance(value, list | ListConfig):
-        return [(f"[{index}]", part) for index, part in enumerate(value)]
-    return [(f".{name}", part) for name, part in _mapping(value).items()]
 
 
 def _hint(name: str, siblings: Iterable[str], prefix: str) -> str:

@@ -64,6 +64,12 @@ def check_paths(config: Config) -> None:
     if embeds_by_model(config) and loads and not Path(embedder).is_dir():
         known = "hash, endpoint, a directory nor package.module:function"
         raise ConfigError(f"experience.embedder: {embedder} is neither {known}")
+    for key, path in (
+        ("reward.model.path", config.reward.model.path),
+        ("reward_model.path", config.reward_model.path),
+    ):
+        if path and not (Path(path) / "config.json").is_file():
+            raise ConfigError(f"{key}: {path} is no directory of a model")
     if not Path(config.weights.dir).is_dir():
         raise ConfigError(f"weights.dir: {config.weights.dir} is not a directory")
     try:

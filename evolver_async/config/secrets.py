@@ -10,7 +10,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import is_dataclass
 from functools import lru_cache
 from typing import Any
 from urllib.parse import quote, quote_plus
@@ -18,7 +18,7 @@ from urllib.parse import quote, quote_plus
 from evolver_async.config.values.config_error import ConfigError, references
 
 # Sections with keys of the user's own, without list indices. A stage's override can hold them too.
-FREE = ("env.params", "tasks.mixture.params")
+FREE = (".env.params", ".tasks.mixture.params")
 JUDGE = "judge.params"  # of a judge of one's own: no reference stays one there
 MASK = "***"
 SHORTEST = 8  # characters of a masked text: a shorter one would occur in unrelated words
@@ -99,9 +99,9 @@ def without_secrets(config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def refuse_written(tree: Mapping[str, Any]) -> None:
-    """Raise ConfigError for a secret in the raw configuration, or one that a file would hold."""
-    for key, text, free, secret in _texts(tree, "", False, False):
+def refuse_written(config: Any) -> None:
+    """Raise ConfigError for a secret in a raw configuration, or one that a file would hold."""
+    for key, text, free, secret in _texts(config):
         if secret and text and not (free and REFERENCE.search(text)):
             refer = "write ${oc.env:NAME}" if free else "read it in your function"
             raise ConfigError(
@@ -116,13 +116,12 @@ def refuse_written(tree: Mapping[str, Any]) -> None:
 
 def mentioned(config: Any) -> set[str]:
     """Return the names of the variables to which values of a configuration refer."""
-    texts = _texts(asdict(config), "", False, False)
-    return {name for _, text, _, _ in texts for name in MENTIONED.findall(text)}
+    return {name for _, text, _, _ in _texts(config) for name in MENTIONED.findall(text)}
 
 
-def note_references(tree: Mapping[str, Any]) -> None:
+def note_references(config: Any) -> None:
     """Make errors show references instead of the values of a raw configuration's variables."""
-    for _, text, _, _ in _texts(tree, "", False, False):
+    for _, text, _, _ in _texts(config):
         for name in MENTIONED.findall(text):
             if value := os.environ.get(name, ""):
                 for form in {value, *value.split("\n"), repr(value)[1:-1], *_numbers(value)} - {""}:
@@ -156,27 +155,31 @@ def escaped(node: Any, key: str = "") -> Any:
         return {name: escaped(value, f"{key}.{name}") for name, value in node.items()}
     if isinstance(node, list):
         return [escaped(value, key) for value in node]
-    refers = any(f".{path}." in f"{key}." for path in ("override", *FREE))
+    refers = any(f"{path}." in f"{key}." for path in (".override", *FREE))
     if not isinstance(node, str) or (refers and REFERENCE.search(node)):
         return node
     return OPENING.sub(lambda found: found[1] * 2 + r"\${", node)
 
 
-def _texts(node: Any, key: str, free: bool, secret: bool) -> Iterator[tuple[str, str, bool, bool]]:
-    """Yield every text with its key, True if the key is free, and True if a parameter's name is
-    secret."""
-    if isinstance(node, Mapping):
-        for name, value in node.items():
-            deeper = f"{key}.{name}".lstrip(".")
-            plain = f".{INDEX.sub('', deeper)}"
-            inside = free or any(plain.endswith(f".{path}") for path in FREE)
-            named = (free or f".{JUDGE}." in plain) and looks_secret(str(name))
-            yield from _texts(value, deeper, inside, secret or named)
+def _texts(
+    node: Any, key: str = "", free: bool = False, secret: bool = False
+) -> Iterator[tuple[str, str, bool, bool]]:
+    """Yield every text of a section with its key, True if the key is free, and True if a
+    parameter's name is secret."""
+    if isinstance(node, str):
+        yield key, node, free, secret
     elif isinstance(node, list | tuple):
         for index, value in enumerate(node):
             yield from _texts(value, f"{key}[{index}]", free, secret)
-    elif isinstance(node, str):
-        yield key, node, free, secret
+    elif is_dataclass(node) or isinstance(node, dict):
+        place = f".{INDEX.sub('', key)}" if key else ""
+        own = free or f".{JUDGE}." in f"{place}."
+        for name, value in (node if isinstance(node, dict) else vars(node)).items():
+            if value is None or isinstance(value, int | float):
+                continue
+            inside = free or f"{place}.{name}".endswith(FREE)
+            named = own and looks_secret(str(name))
+            yield from _texts(value, f"{key}.{name}" if key else str(name), inside, secret or named)
 
 
 def _revealed_in(node: Any, key: str, secret_named: bool) -> Any:

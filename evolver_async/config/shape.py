@@ -7,7 +7,7 @@ is not imported, so that a start can be checked in no time.
 
 import mmap
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -119,6 +119,14 @@ def shape_of(config: Config) -> DecoderShape | None:
         return _read(found.get("text_config") or found)
     except (OSError, ValueError, KeyError, TypeError, struct.error, IndexError):
         return None
+
+
+def teacher_shape(config: Config) -> DecoderShape | None:
+    """Return the shape of the model of `teacher.path`; None if it is unknown, or without one."""
+    if not config.teacher.path:
+        return None
+    policy = replace(config.policy, path=config.teacher.path, revision="")
+    return shape_of(replace(config, policy=policy))
 
 
 def _read(found: dict[str, Any]) -> DecoderShape:

@@ -126,7 +126,12 @@ def _clear(run_dir: Path) -> None:
 
 
 def with_snapshot(config: Config) -> Config:
-    """Name the directory and the commit of a hub's model, downloaded if need be, not its id."""
+    """Name the directory and the commit of a hub's model, downloaded if need be, not its id; of a
+    teacher the directory."""
+    if hub.is_id(config.teacher.path):
+        teacher = replace(config.policy, path=config.teacher.path, revision="")
+        directory = hub.snapshot(teacher, "teacher.path")
+        config = replace(config, teacher=replace(config.teacher, path=str(directory)))
     if not hub.is_id(config.policy.path):
         return config
     directory = hub.snapshot(config.policy)

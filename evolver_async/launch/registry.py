@@ -40,6 +40,7 @@ ROLES = PROCESSES | {
     "pace": "learner.tools.prepare:pace_of",  # (config) -> Pace or None
     "formats": "actors.rollout.episode_config:with_formats",  # (config) -> config without auto
     "export": "learner.tools.export:export",  # (run_dir, out, step, examples) -> line
+    "export_reward_model": "learner.tools.export:export_reward_model",  # (run_dir, out, step)
     "manual": "actors.export_manual:write_manual",  # (config, directory, examples) -> None
     "copy_pool": "actors.experience.pool_file:copy_pool",  # (directory, new directory) -> None
     "guidance": "actors.experience.at_use:guidance",  # (run_dir, query) -> text

@@ -5,7 +5,8 @@
 `pace.json` the times of its model (see `pace.py`), `run.json` the format of the directory and the
 address of a running job; `lock` is held while a launcher runs. `PAUSED` exists while the learner
 must take no groups, `ACTORS` holds the number of actors that `scale` asked for, `.creating` exists
-until the directory is complete (see `creation.py`). `origin.json` names the run that a fork or a
+until the directory is complete (see `creation.py`). `reward_models/<stage>` is the model that this
+stage trained. `origin.json` names the run that a fork or a
 rerun began from.
 """
 
@@ -35,6 +36,7 @@ from evolver_async.metrics.tail import Tail
 EXACT = "exact.json"
 PAUSED = "PAUSED"
 ACTORS = "ACTORS"
+REWARD_MODELS = "reward_models"
 CREATING = ".creating"
 CONVERTED = "converted"  # content of `.creating` as soon as `policy` is a whole, converted model
 ORIGIN = "origin.json"
@@ -85,6 +87,11 @@ def locked(run_dir: Path) -> Iterator[None]:
         except OSError as error:  # a file system without locks
             raise OSError(error.errno, error.strerror, file.name) from None
         yield
+
+
+def reward_model_of(run_dir: Path, stage: int) -> Path:
+    """Return the directory of the reward model that a stage trained, which its end writes."""
+    return run_dir / REWARD_MODELS / str(stage)
 
 
 def announce(run_dir: Path, address: str) -> int:

@@ -166,7 +166,8 @@ def _train(config: Config, run_dir: Path) -> int:
         for index in range(config.actors.count):
             name = f"actor-{index}"
             own = None if experience is None else experience.client(name)
-            worker = build_actor(config, LocalClient(server, name), address, name, 0, own)
+            client = LocalClient(server, name)
+            worker = build_actor(config, client, address, name, 0, own, run_dir)
             tasks.append(asyncio.create_task(worker.run(), name=name))
         return tasks
 

@@ -4,11 +4,12 @@ import os
 import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
 from evolver_async.buffer.state.samplers import sampler_of
-from evolver_async.config import Config
+from evolver_async.config import Config, hub
 from evolver_async.config.load import stage_config
 from evolver_async.config.model_defaults import large_rates
 from evolver_async.config.paths import check_paths, with_absolute_paths
@@ -21,6 +22,7 @@ from evolver_async.memory.host_memory import check_memory, uses_gpu
 from evolver_async.memory.vllm_limits import check_vllm
 from evolver_async.metrics.sinks import sink_of
 from evolver_async.metrics.wandb_process import has_key
+from evolver_async.model.tokenizer import ModelError, same_tokens
 from evolver_async.process.http_address import check_free
 from evolver_async.process.private_directories import PREFIX, sweep
 from evolver_async.process.rendezvous import experience_address, keys_of
@@ -53,6 +55,33 @@ def check_rates(config: Config) -> None:
     stages = [stage_config(config, index) for index in range(len(config.stages))]
     for problem in large_rates(config, stages):
         raise ConfigError(problem)
+
+
+def check_teachers(config: Config) -> None:
+    """Raise ConfigError for a teacher that is no model, or whose tokens are others than those of
+    the policy although its divergence compares tokens. The preset has none before it is made."""
+    for index in range(len(config.stages)):
+        teacher = stage_config(config, index).teacher
+        path = Path(teacher.path)
+        if not teacher.path:
+            continue
+        if teacher.path == config.teacher.path and hub.is_id(teacher.path):
+            if not config.policy.download:
+                named = replace(config.policy, path=teacher.path, revision="")
+                hub.snapshot(named, "teacher.path")
+            continue
+        for name in hub.NEEDED:
+            if not (path / name).is_file():
+                raise ConfigError(f"teacher.path: {path} has no {name}")
+        if not Path(config.policy.path, "tokenizer.json").is_file():
+            continue
+        try:
+            same = same_tokens(config.policy.path, path)
+        except ModelError as error:
+            raise ConfigError(f"teacher.path: {error}") from error
+        if not same and teacher.divergence != "reverse":
+            other = f"{path} has another tokenizer than the policy"
+            raise ConfigError(f"teacher.divergence: must be reverse: {other}")
 
 
 def _check_ray(config: Config) -> None:
@@ -166,6 +195,7 @@ def _check_own(config: Config) -> None:
 CHECKS = (
     *(
         check_paths,
+        check_teachers,
         check_rates,
         check_wings,
         _check_own,

@@ -62,15 +62,20 @@ def engine_bytes(config: Config, shape: Shape) -> float:
 def training_bytes(config: Config, shape: Shape) -> int:
     """Bytes that all ranks of the learner hold together between passes, in the largest stage.
 
-    A reference and a critic that a stage has made are held in the stages behind it, too.
+    A reference and a critic that a stage has made are held in the stages behind it, too, a reward
+    model until the last stage that trains one.
     """
     most, reference, separate = 0, False, False
-    for written in config.stages:
+    last = max((n for n, one in enumerate(config.stages) if one.kind == "reward_model"), default=-1)
+    judged = False
+    for index, written in enumerate(config.stages):
         stage = merge.override(config, written.override)
         rl = written.kind == "rl"
-        reference |= written.kind == "dpo" or (rl and stage.loss.kl_coef > 0)
+        judged = index <= last and (judged or written.kind == "reward_model")
+        reference |= written.kind in ("dpo", "kto") or (rl and stage.loss.kl_coef > 0)
         separate |= rl and stage.advantage.facts.critic and config.critic.kind == "separate"
-        most = max(most, _held_bytes(config, shape, reference=reference, separate=separate))
+        held = _held_bytes(config, shape, reference=reference, separate=separate)
+        most = max(most, held + judged * _trained_bytes(config, shape))
     return most
 
 
@@ -79,10 +84,16 @@ def _held_bytes(config: Config, shape: Shape, *, reference: bool, separate: bool
     copy, ranks = weight_bytes(config, shape), config.learner.ranks
     if config.policy.lora.rank:  # adapters are small; only a single rank shares the frozen weights
         return copy * (1 + (ranks > 1) * (separate + reference))
+    whole = _trained_bytes(config, shape)
+    return whole * (1 + separate) + (copy if reference else 0)
+
+
+def _trained_bytes(config: Config, shape: Shape) -> int:
+    """Bytes of a whole model in training."""
+    copy, ranks = weight_bytes(config, shape), config.learner.ranks
     # Several ranks have no copy in the short type: they cast each layer when they gather it.
     short = copy if config.policy.decided_dtype != "float32" and ranks == 1 else 0
-    whole = shape.parameters * MASTER_BYTES + short
-    return whole * (1 + separate) + (copy if reference else 0)
+    return shape.parameters * MASTER_BYTES + short
 
 
 def activation_bytes(config: Config, shape: Shape) -> int:

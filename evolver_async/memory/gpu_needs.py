@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from evolver_async.config import Config
+from evolver_async.config.load import stage_config
 from evolver_async.config.sections.weight_channel import channel, versions_kept
 from evolver_async.config.shape import shape_of
 from evolver_async.config.values.config_error import ConfigError
@@ -21,7 +22,8 @@ from evolver_async.memory.bounds import (
     weight_bytes,
 )
 from evolver_async.memory.host_memory import uses_gpu
-from evolver_async.memory.units import MIB, gib, stored
+from evolver_async.memory.plan import largest_teacher
+from evolver_async.memory.units import DTYPE_BYTES, MIB, gib, stored
 
 QUERY = ("nvidia-smi", "--query-gpu=index,uuid,memory.total", "--format=csv,noheader,nounits")
 DEADLINE_S = 20.0
@@ -79,6 +81,9 @@ def gpu_demands(config: Config, shape: Shape, totals: Sequence[float]) -> Iterat
 def _learner_bytes(config: Config, shape: Shape) -> float:
     """Return what one rank holds at least."""
     held = training_bytes(config, shape) / config.learner.ranks + activation_bytes(config, shape)
+    stages = [stage_config(config, index) for index in range(len(config.stages))]
+    if (teacher := largest_teacher(stages)) is not None:
+        held += teacher.parameters * DTYPE_BYTES[config.policy.decided_dtype] / config.learner.ranks
     if not config.policy.lora.rank and channel(config) == "cuda_ipc":
         held += versions_kept(config) * weight_bytes(config, shape)
     return held

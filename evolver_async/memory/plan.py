@@ -13,8 +13,9 @@ from pathlib import Path
 
 from evolver_async.config import Config
 from evolver_async.config.load import stage_config
+from evolver_async.config.sections.reward import REWARD_MODEL
 from evolver_async.config.sections.weight_channel import channel, versions_kept
-from evolver_async.config.shape import DecoderShape
+from evolver_async.config.shape import DecoderShape, shape_of, teacher_shape
 from evolver_async.memory.bounds import MAX_COPIED
 from evolver_async.memory.units import DTYPE_BYTES, FLOAT, MIB, stored
 from evolver_async.memory.vllm_limits import cpu_kv_bytes
@@ -98,6 +99,8 @@ def memory_plan(
     if rounds and not learner_gpu and config.learner.ranks == 1:
         kept = [one for one in parts if one.name in ("weights", "KL reference", "critic")]
         parts += (_rounded(shape, sum(one.size > 0 for one in kept)),)
+        if (teacher := largest_teacher(stages)) is not None:
+            parts += (_rounded(teacher, 1),)
     learner = ProcessPlan("learner", config.learner.ranks, parts)
     actors = config.actors.bounds()[1]
     of_actor = tuple(_actor(acting, stages, shape, actor_gpu))
@@ -165,11 +168,18 @@ def _learner(
     own = FLOAT * trained / ranks
     yield MemoryPart("gradients, moments", 3 * own, "learner.ranks", gpu)
     rl = [stages[index] for index, one in enumerate(config.stages) if one.kind == "rl"]
-    if any(stage.loss.kl_coef > 0 for stage in rl) or "dpo" in _kinds(config):
+    if any(stage.loss.kl_coef > 0 for stage in rl) or _kinds(config) & {"dpo", "kto"}:
         shares = adapted and ranks == 1
         yield MemoryPart("KL reference", 0 if shares else copy / ranks, "loss.kl_coef", gpu)
+    if (teacher := largest_teacher(stages)) is not None:
+        # Ranks share its layers, and each has the head.
+        head = DTYPE_BYTES[config.policy.decided_dtype] * teacher.embedding if ranks > 1 else 0
+        yield MemoryPart("teacher", _copy(config, teacher) / ranks + head, "teacher.path", gpu)
     if any(stage.advantage.facts.critic for stage in rl):
         yield MemoryPart("critic", _critic(config, shape), "critic.kind", gpu)
+    if "reward_model" in _kinds(config):
+        size = _whole(config, _reward_shape(config, shape))
+        yield MemoryPart("reward model", size, "reward_model.path", gpu)
     largest = max(stages, key=lambda stage: stage.learner.token_budget)
     yield MemoryPart("activations", activation_bytes(largest, shape), "learner.token_budget", gpu)
     logits = logits_bytes(config, shape, gpu)
@@ -189,6 +199,12 @@ def _learner(
     yield MemoryPart("published weights", (1 + kept) * published + gathered, "weights.kind")
 
 
+def largest_teacher(stages: list[Config]) -> DecoderShape | None:
+    """Return the shape of the largest teacher of these stages, of which one is held at a time."""
+    shapes = [shape for stage in stages if (shape := teacher_shape(stage)) is not None]
+    return max(shapes, key=lambda shape: shape.parameters, default=None)
+
+
 def _critic(config: Config, shape: DecoderShape) -> float:
     """Bytes of a critic on one rank; its head alone counts as nothing.
 
@@ -200,8 +216,21 @@ def _critic(config: Config, shape: DecoderShape) -> float:
     if config.policy.lora.rank:
         frozen = copy if ranks > 1 else 0
         return (frozen + 4 * FLOAT * adapter_parameters(config, shape)) / ranks
+    return _whole(config, shape)
+
+
+def _whole(config: Config, shape: DecoderShape) -> float:
+    """Bytes of a decoder with gradients and moments on one rank."""
+    ranks, copy = config.learner.ranks, shape.decoder * DTYPE_BYTES[config.policy.decided_dtype]
     short = copy if config.policy.decided_dtype != "float32" and ranks == 1 else 0
     return 4 * FLOAT * shape.decoder / ranks + short
+
+
+def _reward_shape(config: Config, shape: DecoderShape) -> DecoderShape:
+    """Shape of the reward model that the learner trains; `shape`: the policy's."""
+    if not (path := config.reward_model.path):
+        return shape
+    return shape_of(replace(config, policy=replace(config.policy, path=path))) or shape
 
 
 def _actor(
@@ -227,6 +256,12 @@ def _actor(
         fetched = receivers * (versions_kept(config) + 1) * _published(config, shape)
     on_gpu = gpu and channel(config) == "cuda_ipc"
     yield MemoryPart("fetched weights", fetched, "weights.kind", on_gpu)
+    model = config.reward.model
+    if not model.url and any(one.name == REWARD_MODEL for s in stages for one in s.reward.terms):
+        policy = replace(config.policy, path=model.path)
+        scoring = shape_of(replace(config, policy=policy)) if model.path else None
+        scoring = scoring or _reward_shape(config, shape)
+        yield MemoryPart("reward model", FLOAT * scoring.decoder, "reward.terms")
     if config.questioning.kind == "llm":  # compares the tasks that it finds
         yield from _embedder(config)
     if not vllm:

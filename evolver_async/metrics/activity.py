@@ -36,6 +36,7 @@ LEARNER_LEVELS = {
     "forward": "forward",
     "backward": "backward",
     "distill": "distill",
+    "teacher": "teacher",
     "publish": "publish",  # an update waits for the copy of the version before
     "optimizer": "optimizer",
     "report": "report",

@@ -14,9 +14,19 @@ AXES = (STEP, ENV_STEPS, TOKENS, SECONDS, CLOCK)
 FAMILIES: dict[str, tuple[str, ...]] = {
     STEP: (
         *("train", "staleness", "offpolicy", "offpolicy_guided", "offpolicy_unguided", "loss"),
-        *("learner", "critic", "dpo", "selection", "overlong", "boost", "advantage", "histogram"),
+        *(
+            "learner",
+            "critic",
+            "dpo",
+            "kto",
+            "selection",
+            "overlong",
+            "boost",
+            "advantage",
+            "histogram",
+        ),
         *("safety", "alarm", "buffer", "actors", "censor", "weights", "wandb", "trajectories"),
-        *("guidance", "offpolicy_swapped", "env", "engine", "player"),
+        *("guidance", "offpolicy_swapped", "env", "engine", "player", "reward_model"),
         *(f"lag_{bucket}" for bucket in ("0", "1", "2", "3-4", "5-8", "9+")),
     ),
     ENV_STEPS: (
@@ -49,6 +59,7 @@ BEST = {  # the best or the worst value beside the last one
     "throughput/tokens_per_s": "max",
     "throughput/groups_per_s": "max",
     "dpo/accuracy": "max",
+    "reward_model/accuracy": "max",
     "offpolicy/ess": "min",
     "offpolicy/kl": "max",
     "staleness/max": "max",
@@ -60,7 +71,7 @@ BEST = {  # the best or the worst value beside the last one
 
 # Means over episodes, turns or tokens of what is true or false; and the share of an ideal sample.
 RATE = re.compile(
-    r"(.*/)?(success|(avg|best)@\d+)|train/success/.+|dpo/accuracy"
+    r"(.*/)?(success|(avg|best)@\d+)|train/success/.+|(dpo|reward_model)/accuracy"
     r"|offpolicy\w*/(ess|masked|clip_low|clip_high)"
 )
 NOT_NEGATIVE = ("offpolicy/kl", "staleness/mean")

@@ -34,13 +34,13 @@ def check_packing(model: PreTrainedModel) -> None:
 
 def check_prefix_trees(model: PreTrainedModel, device: torch.device) -> None:
     """Raise ModelError if prefix trees cannot act: they need float32, a CPU, whole contexts."""
-    partial = _has_window(model)
+    partial = has_window(model)
     if device.type != "cpu" or model.dtype != torch.float32 or partial:
         why = "a layer sees a part of its context" if partial else "they need float32 on a CPU"
         raise ModelError(f"learner.prefix_trees: must not be always, as {why}")
 
 
-def _has_window(model: PreTrainedModel) -> bool:
+def has_window(model: PreTrainedModel) -> bool:
     """True if a layer attends through a sliding window, or otherwise to a part of its context.
 
     Some configurations name the kind of each layer (Qwen), others have one for all (Mistral), and

@@ -50,6 +50,28 @@ def tokenizer_hash(directory: str | Path) -> str:
     return digest.hexdigest()
 
 
+def same_tokenizer(one: str | Path, other: str | Path) -> bool:
+    """Return True if the tokenizers of two directories give the same numbers to the same text.
+
+    Their templates and what ends a turn can differ.
+    """
+    return _tokenizer_json(one).read_bytes() == _tokenizer_json(other).read_bytes()
+
+
+def same_tokens(one: str | Path, other: str | Path) -> bool:
+    """Return True if two tokenizers have the same tokens, by the same numbers. ModelError if one
+    cannot be read."""
+    from tokenizers import Tokenizer
+
+    found = []
+    for path in map(_tokenizer_json, (one, other)):
+        try:
+            found.append(Tokenizer.from_file(str(path)).get_vocab())
+        except Exception as error:  # as in `load_tokenizer`
+            raise ModelError(f"{path} cannot be read: {error}") from error
+    return found[0] == found[1]
+
+
 def end_tokens(directory: str | Path) -> frozenset[int]:
     """Return the tokens that `generation_config.json` says a turn can end with; none without it.
 

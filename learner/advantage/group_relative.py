@@ -5,6 +5,7 @@ the same advantage. Turns are flat over the turns of all trajectories: the lette
 docs/algorithms.md, Advantages.
 """
 
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -100,6 +101,14 @@ def _reinforce(rewards: Rewards, given: EstimatorInput, settings: AdvantageConfi
     decay = settings.baseline_decay
     advantage_P, baseline = reinforce(rewards.reward_P, given.baseline, decay=decay)
     return advantage_P[rewards.trajectory_U], baseline
+
+
+@ESTIMATORS("reward_to_go")
+def _reward_to_go(rewards: Rewards, given: EstimatorInput, settings: AdvantageConfig) -> Estimated:
+    decay, return_U = settings.baseline_decay, returns(rewards, gamma=settings.gamma_turn)
+    if not len(return_U):
+        return return_U, given.baseline
+    return reinforce(return_U, given.baseline, decay=decay)
 
 
 @ESTIMATORS("opob")
@@ -260,6 +269,20 @@ def rloo(reward_P: Array, group_P: Array) -> Array:
 def reinforce(reward_P: Array, baseline: float, *, decay: float) -> tuple[Array, float]:
     """Return A = R - b and the next running baseline, decay b + (1 - decay) mean R."""
     return reward_P - baseline, decay * baseline + (1 - decay) * float(reward_P.mean())
+
+
+def returns(rewards: Rewards, *, gamma: float) -> Array:
+    """Return G_k = Σ_{j>=k} gamma^(j-k) r_j at every turn; what the outcome has beyond the sum of
+    its turns was given with the last one.
+
+    Of the turns 1, 0, 2 with gamma .5 and an outcome of 3: 1.5, 1, 2.
+    """
+    missing_P = rewards.reward_P - rewards.turn_sums(rewards.turn_reward_U)
+    return_U = rewards.with_last_turn(missing_P)
+    for start, end in itertools.pairwise(rewards.turn_start_P.tolist()):
+        for turn in range(end - 2, start - 1, -1):
+            return_U[turn] += gamma * return_U[turn + 1]
+    return return_U
 
 
 def suffix_sums(x_U: Array, turns_P: Array) -> Array:

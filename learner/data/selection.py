@@ -185,6 +185,20 @@ def pairs(groups: list[Group], by: str = "reward", *, masked: bool = False) -> S
     return Selected(kept, filtered)
 
 
+def labelled(groups: list[Group], *, masked: bool = False) -> Selected:
+    """Reduce each group to the members that train by themselves; reasons as of `pairs`."""
+    kept: list[Group] = []
+    filtered: dict[str, list[int]] = {}
+    for group in groups:
+        whole = [one for one in group.trajectories if not (masked and one.overlong)]
+        if members := [one for one in whole if _trains(one)]:
+            kept.append(replace(group, trajectories=members))
+        else:
+            why = "no_tokens" if whole else TRUNCATED
+            filtered.setdefault(why, []).append(group.group_id)
+    return Selected(kept, filtered)
+
+
 def trainable(groups: list[Group]) -> Selected:
     """Leave out groups without a token to train: rows that could not be learnt."""
     kept = [group for group in groups if any(map(_trains, group.trajectories))]
@@ -229,12 +243,11 @@ def counts(wrong: int, correct: int, members: int) -> tuple[int, int]:
     """Return the numbers of wrong and correct members to keep; `members` is 0 (all) or at least 4.
 
     k_wrong = clamp(round(wrong members / n), min(2, wrong), members - min(2, correct)), the rest
-    correct; if one side has too few, the other takes its places.
+    correct.
     """
     size = min(members or wrong + correct, wrong + correct)
     k_wrong = round(wrong * size / (wrong + correct))
     k_wrong = max(min(LEAST, wrong), min(k_wrong, size - min(LEAST, correct)))
-    k_wrong = min(max(k_wrong, size - correct), wrong)
     return k_wrong, size - k_wrong
 
 

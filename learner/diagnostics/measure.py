@@ -23,6 +23,7 @@ from learner.diagnostics.rollouts import group_signals, taken_metrics
 from learner.loss.accounting import OWN, Accounting, kl_of
 from learner.loss.correction import facts_of
 from learner.optimize.distillation import DISTILL_KL, DISTILL_TOKENS
+from learner.optimize.teaching import TEACHER_KL, TEACHER_TOKENS
 from learner.optimize.updates import Applied
 from learner.ranks.layer_times import slowest
 
@@ -218,6 +219,11 @@ def update_metrics(applied: Applied, *, scaled: bool) -> dict[str, float]:
         sums.update({"learner/lr_scale": one.scale} if scaled else {})
     if taught := sums.pop(DISTILL_TOKENS, 0):
         metrics[DISTILL_KL] = sums.pop(DISTILL_KL) / taught
+    if TEACHER_KL in sums:
+        total, known = sums.pop(TEACHER_KL), sums.pop(TEACHER_TOKENS)
+        metrics["teacher/share"] = known / applied.tokens
+        if known:
+            metrics[TEACHER_KL] = total / known
     metrics |= {name: value / len(applied.updates) for name, value in sums.items()}
     return metrics | (slowest(applied.layer_times) if applied.layer_times else {})
 

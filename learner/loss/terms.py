@@ -172,13 +172,3 @@ def sft_loss(theta_N: torch.Tensor, *, tokens: int) -> torch.Tensor:
     theta_N: log-probs of a micro-batch's ACTION tokens; `tokens`: their number in the update.
     """
     return -theta_N.sum() / tokens
-
-
-def forward_kl(teacher_NV: torch.Tensor, student_NV: torch.Tensor) -> torch.Tensor:
-    """Return Σ_v p_v (log p_v - log q_v) of each token, from the logits of p and q, float32[N].
-
-    p, the teacher, is constant; the gradient by the student's logits is q - p.
-    """
-    log_p_NV = teacher_NV.detach().log_softmax(-1)
-    log_q_NV = student_NV.log_softmax(-1)
-    return (log_p_NV.exp() * (log_p_NV - log_q_NV)).sum(-1)

@@ -22,7 +22,8 @@ from evolver_async.model import policy
 from evolver_async.model.projection import TokenMasks, masked, projection_of
 from learner.data.batch import Batch, MicroBatch, Minibatch, lay_out
 from learner.data.packing import Layout
-from learner.loss.terms import forward_kl, token_scale
+from learner.loss.divergence import divergence
+from learner.loss.terms import token_scale
 from learner.optimize.critic import CriticTraining
 from learner.ranks.mesh import Ranks, idle, nothing, within
 
@@ -105,43 +106,76 @@ class Distillation:
         hidden_ND: torch.Tensor,
         masks_N: TokenMasks | None,
     ) -> torch.Tensor:
-        """Compute the KL of every token in chunks, which the backward pass computes again."""
+        """Compute the KL of every token."""
         _, head = policy.split_model(model)
-        assert isinstance(model, PreTrainedModel)
-        # Two distributions are held at a time.
-        most = policy.logits_at_once(hidden_ND.device) // 2
-        chunk = max(1, min(self.chunk, most // model.config.vocab_size))
-        recompute = len(hidden_ND) > chunk
-        compute = partial(self._chunk, projection_of(head, False), projection_of(head, recompute))
-        known = known_ND.split(chunk)
-        ruled = [None] * len(known)
-        if masks_N is not None:
-            ruled = map(masks_N.of, masks_N.mask_N.split(chunk))
-        pieces = zip(known, hidden_ND.split(chunk), ruled, strict=True)
-        return torch.cat(
-            [
-                checkpoint(compute, *one, use_reentrant=False, preserve_rng_state=False)
-                if recompute
-                else compute(*one)
-                for one in pieces
-            ]
-        )
-
-    def _chunk(
-        self,
-        head: Callable[[torch.Tensor], torch.Tensor],
-        trained_head: Callable[[torch.Tensor], torch.Tensor],
-        known_ND: torch.Tensor,
-        hidden_ND: torch.Tensor,
-        masks: TokenMasks | None,
-    ) -> torch.Tensor:
         heat = self.temperature or 1.0  # log-probs of greedy decoding are those of temperature 1
-        with torch.no_grad():
-            teacher_NV = head(known_ND).float() / heat
-        student_NV = trained_head(hidden_ND).float() / heat
-        if masks is not None:
-            teacher_NV, student_NV = masked(teacher_NV, *masks), masked(student_NV, *masks)
-        return forward_kl(teacher_NV, student_NV)
+        compare = partial(from_hidden, projection_of(head, False), heat, "forward", 0.5)
+        return compared(model, hidden_ND, [known_ND], masks_N, heat, self.chunk, compare)
+
+
+def compared(
+    model: torch.nn.Module,
+    hidden_ND: torch.Tensor,
+    known: list[torch.Tensor],
+    masks_N: TokenMasks | None,
+    temperature: float,
+    chunk: int,
+    compare: Callable[..., torch.Tensor],
+) -> torch.Tensor:
+    """Compare the student's logits with what is known of every token, in chunks of `chunk` at most,
+    which the backward pass computes again; return float32[N].
+
+    hidden_ND: the student's hidden states behind which the tokens are predicted. known: tensors
+    with an entry for each token. compare: (logits_NV, masks of the tokens, *known) of a chunk.
+    """
+    _, head = policy.split_model(model)
+    assert isinstance(model, PreTrainedModel)
+    # Two distributions are held at a time.
+    most = policy.logits_at_once(hidden_ND.device) // 2
+    chunk = max(1, min(chunk, most // model.config.vocab_size))
+    recompute = len(hidden_ND) > chunk
+    project = projection_of(head, recompute)
+
+    def compute(
+        hidden_ND: torch.Tensor, masks: TokenMasks | None, *known: torch.Tensor
+    ) -> torch.Tensor:
+        logits_NV = project(hidden_ND).float() / temperature
+        return compare(logits_NV if masks is None else masked(logits_NV, *masks), masks, *known)
+
+    parts = hidden_ND.split(chunk)
+    ruled = [None] * len(parts)
+    if masks_N is not None:
+        ruled = map(masks_N.of, masks_N.mask_N.split(chunk))
+    pieces = zip(parts, ruled, *(one.split(chunk) for one in known), strict=True)
+    return torch.cat(
+        [
+            checkpoint(compute, *one, use_reentrant=False, preserve_rng_state=False)
+            if recompute
+            else compute(*one)
+            for one in pieces
+        ]
+    )
+
+
+def from_hidden(
+    head: Callable[[torch.Tensor], torch.Tensor],
+    temperature: float,
+    kind: str,
+    beta: float,
+    student_NV: torch.Tensor,
+    masks: TokenMasks | None,
+    known_ND: torch.Tensor,
+) -> torch.Tensor:
+    """Return the divergence of a chunk from what a teacher's `head` makes of its hidden states.
+
+    Models of one family can have heads of different sizes, padded beyond the tokenizer: only tokens
+    that both have are compared.
+    """
+    with torch.no_grad():
+        teacher_NV = head(known_ND)[:, : student_NV.shape[1]].float() / temperature
+        teacher_NV = teacher_NV if masks is None else masked(teacher_NV, *masks)
+    log_q_NV = student_NV[:, : teacher_NV.shape[1]].log_softmax(-1)
+    return divergence(teacher_NV.log_softmax(-1), log_q_NV, kind, beta)
 
 
 def distillation_of(

@@ -1,4 +1,4 @@
-"""Models of a learner: the policy with its optimizer, the KL reference and the critic."""
+"""Models of a learner: policy with its optimizer, KL reference, critic, reward model, teacher."""
 
 from functools import cached_property, partial
 from pathlib import Path
@@ -16,8 +16,11 @@ from evolver_async.model.tokenizer import ModelError
 from evolver_async.weights import probe
 from evolver_async.weights.channel.weight_source import WeightSource, WholeTensors
 from learner.data.packing import Layout
+from learner.optimize import reward_model
 from learner.optimize.adamw import make_adamw
 from learner.optimize.critic import Critic
+from learner.optimize.reward_model import RewardModel
+from learner.optimize.teacher import Teacher
 from learner.optimize.tensors import load_optimizer, load_weights, save_tensors
 from learner.ranks.gathered import GatheredWeights
 from learner.ranks.mesh import Ranks, within
@@ -77,7 +80,8 @@ def layout_of(config: Config, model: PreTrainedModel, device: torch.device) -> L
 
 
 class Models:
-    """Policy and optimizer, and, if a stage asks for them, a frozen reference and a critic."""
+    """Policy and optimizer; if a stage asks for them, a frozen reference, a critic, a reward model,
+    a teacher."""
 
     def __init__(self, config: Config, ranks: Ranks) -> None:
         self.config = config
@@ -93,8 +97,11 @@ class Models:
         )
         self.reference: torch.nn.Module | None = None
         self.critic: Critic | None = None
+        self.reward_model: RewardModel | None = None
+        self.teacher: Teacher | None = None
         self._probe_text: list[int] | None = None  # written when weights are first published
-        self.token_budgets: dict[bool, int] = {}  # measured, without and with a critic
+        # measured, by the model that trains, without and with a critic
+        self.token_budgets: dict[tuple[str, bool], int] = {}
 
     @cached_property
     def grammars(self) -> Grammars:
@@ -110,13 +117,20 @@ class Models:
         return str(self.tokenizer.decode(tokens, clean_up_tokenization_spaces=False))
 
     def begin_stage(self, stage: Config, index: int) -> None:
-        """Carry out the beginning of a stage, once: reset the optimizer, renew the reference or
-        free its memory if no stage will need it."""
+        """Carry out the beginning of a stage, once: reset the optimizers, make the reward model,
+        renew the reference or free the memory of what no stage will need."""
         begun = self.config.stages[index]
         if begun.reset_optimizer:
             self.optimizer.state.clear()
             if self.critic is not None:
                 self.critic.optimizer.state.clear()
+            if self.reward_model is not None:
+                self.reward_model.optimizer.state.clear()
+        if begun.kind == "reward_model" and self.reward_model is None:
+            self.reward_model = self._make_reward_model()
+            self.token_budgets.clear()  # there is less memory from here on
+        if all(later.kind != "reward_model" for later in self.config.stages[index:]):
+            self.reward_model = None
         if self.reference is not None and not self._keeps_reference(index):
             self.reference = None
             self.token_budgets.clear()  # there is more memory from here on
@@ -131,6 +145,16 @@ class Models:
             self.reference = self._load_reference()
             policy.load_state(self.reference, policy.state_tensors(self.model))
             self.token_budgets.clear()  # there is less memory from here on
+
+    def ensure_teacher(self, stage: Config) -> None:
+        """Load the teacher that a stage names, or free the memory of one that it does not."""
+        path = stage.teacher.path
+        if path == (self.teacher.path if self.teacher is not None else ""):
+            return
+        self.teacher = None
+        if path:
+            self.teacher = Teacher(self.config, path, self.ranks, self.layout)
+        self.token_budgets.clear()
 
     def ensure_critic(self) -> Critic:
         """Return the critic; the first call makes it from the policy as it is then."""
@@ -170,6 +194,9 @@ class Models:
         if self.critic is not None:
             modules["critic"] = self.critic.module
             optimizers["critic_optimizer"] = self.critic.module, self.critic.optimizer
+        if (trained := self.reward_model) is not None:
+            modules["reward_model"] = trained.module
+            optimizers["reward_optimizer"] = trained.module, trained.optimizer
         save_tensors(directory, modules, optimizers, rank=self.ranks.rank, ranks=self.ranks.count)
 
     def restore_tensors(self, directory: Path) -> None:
@@ -185,7 +212,7 @@ class Models:
 
     def _restore(self, directory: Path) -> None:
         self.optimizer.state.clear()
-        self.reference = self.critic = None
+        self.reference = self.critic = self.reward_model = None
         load_weights(self.model, directory, "model")
         if shards.exists(directory, "reference"):
             self.reference = self._load_reference()
@@ -194,11 +221,15 @@ class Models:
             self.critic = self._make_critic()
             load_weights(self.critic.module, directory, "critic")
             load_optimizer(self.critic.module, self.critic.optimizer, directory, "critic_optimizer")
+        if shards.exists(directory, "reward_model"):
+            self.reward_model = made = self._make_reward_model()
+            load_weights(made.module, directory, "reward_model")
+            load_optimizer(made.module, made.optimizer, directory, "reward_optimizer")
         load_optimizer(self.model, self.optimizer, directory, "optimizer")
 
     def _needs_reference(self, stage: Config, index: int) -> bool:
         kind = self.config.stages[index].kind
-        return kind == "dpo" or (kind == "rl" and stage.loss.kl_coef > 0)
+        return kind in ("dpo", "kto") or (kind == "rl" and stage.loss.kl_coef > 0)
 
     def _keeps_reference(self, index: int) -> bool:
         """Return True if the next stage that needs a reference, from this one on, renews none.
@@ -209,7 +240,7 @@ class Models:
             rollbacks = (0, 1) if begun.kind == "rl" else (0,)
             ways = (stage_config(self.config, later, count) for count in rollbacks)
             if any(self._needs_reference(way, later) for way in ways):
-                return not (begun.refresh_reference or begun.kind == "dpo")
+                return not (begun.refresh_reference or begun.kind in ("dpo", "kto"))
         return False
 
     def _load_reference(self) -> torch.nn.Module:
@@ -234,6 +265,24 @@ class Models:
         copy = self.ranks.shard(copy, master=True, dtype=dtype, drops=True)
         policy.load_state(copy, policy.state_tensors(decoder))
         return copy
+
+    def _make_reward_model(self) -> RewardModel:
+        """Make one of the policy as it is now, or of the directory that the configuration names."""
+        config, learner = self.config, self.config.learner
+        model = reward_model.load(config, self._loading, sharded=self._is_sharded)
+        assert isinstance(self.model, PreTrainedModel)
+        alike = model.config.model_type == self.model.config.model_type
+        module = self._sharded(model, master=True)
+        if not config.reward_model.path:
+            decoder, _ = policy.split_model(self.model)
+            policy.load_state(model.base_model, policy.state_tensors(decoder))
+        return RewardModel(
+            module,
+            self.layout if alike else "padded",
+            betas=self._betas,
+            eps=learner.eps,
+            weight_decay=learner.weight_decay,
+        )
 
     @property
     def _betas(self) -> tuple[float, float]:

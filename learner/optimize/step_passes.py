@@ -13,10 +13,12 @@ from evolver_async.model import policy
 from evolver_async.model.projection import TokenMasks
 from evolver_async.model.rows.borders import Borders
 from learner.data.batch import MicroBatch, Minibatch
+from learner.data.packing import Layout
 from learner.loss.accounting import Accounting
 from learner.optimize.critic import Critic, CriticTraining
-from learner.optimize.distillation import Distillation
+from learner.optimize.distillation import Distillation, compared, from_hidden
 from learner.optimize.model import Models
+from learner.optimize.teaching import Teaching
 from learner.optimize.token_budget import measured
 from learner.ranks.mesh import nothing, within
 
@@ -28,10 +30,13 @@ MicroLoss = Callable[
     [torch.Tensor, torch.Tensor, MicroBatch, Minibatch, Accounting],
     tuple[torch.Tensor, dict[str, torch.Tensor]],
 ]
+Taught = Callable[..., tuple[torch.Tensor, dict[str, torch.Tensor]]]
 
 
 class StepPasses:
-    """StepPasses of `models` over minibatches."""
+    """Passes of the policy of `models` over minibatches."""
+
+    name = "policy"  # of the model, for its token budgets
 
     def __init__(self, models: Models, config: Config, timers: Timers) -> None:
         self.models = models
@@ -39,6 +44,20 @@ class StepPasses:
         self.timers = timers
         self.ranks = models.ranks
         self.device = models.ranks.device
+
+    @property
+    def model(self) -> torch.nn.Module:
+        """The model that trains; `optimizer` moves it."""
+        return self.models.model
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        return self.models.optimizer
+
+    @property
+    def layout(self) -> Layout:
+        """Layout of the model's rows."""
+        return self.models.layout
 
     def gradients(
         self,
@@ -48,6 +67,7 @@ class StepPasses:
         accounting: Accounting,
         critic: CriticTraining | None,
         distillation: Distillation | None,
+        teaching: Teaching | None,
     ) -> tuple[float, dict[str, float]]:
         """Accumulate gradients of a minibatch; return its loss and the terms, over all ranks.
 
@@ -55,7 +75,8 @@ class StepPasses:
         """
         total, terms_of = 0.0, dict[str, float]()
         limit = self.token_budget(stage, critic and critic.critic)
-        for value, terms in self._forward(stage, minibatch, loss, accounting, critic, limit):
+        passes = self._forward(stage, minibatch, loss, accounting, critic, limit, teaching)
+        for value, terms in passes:
             with self.timers("backward"):
                 value.backward()
             total += float(value.detach())
@@ -83,16 +104,23 @@ class StepPasses:
         accounting: Accounting,
         critic: CriticTraining | None,
         limit: int,
+        teaching: Teaching | None = None,
     ) -> Iterator[tuple[torch.Tensor, dict[str, torch.Tensor]]]:
         """Yield the loss and the terms of this rank's micro-batches of at most `limit` tokens."""
-        layout = self.models.layout
+        layout = self.layout
         budget = self.ranks.budget(limit, partial(minibatch.laid_lengths, layout))
         for micro in self.ranks.passes(minibatch.micro_batches(budget, self.device, layout)):
+            known = None
+            if teaching is not None:
+                with self.timers("teacher"):
+                    known = teaching.known.read(micro)
             with self.timers("forward"):
                 compute = partial(self._idle, critic, layout != "padded")
                 if micro is not None:
-                    compute = partial(self._loss, stage, micro, minibatch, loss, accounting, critic)
-                found = within(self.models.model, compute)
+                    taught = teaching and partial(teaching, known=known)
+                    given = stage, micro, minibatch, loss, accounting, critic, taught
+                    compute = partial(self._loss, *given)
+                found = within(self.model, compute)
             yield found
 
     def _idle(
@@ -119,9 +147,9 @@ class StepPasses:
         """Return the tokens of one forward pass; with a setting of 0 they are measured once."""
         if stage.learner.token_budget:
             return stage.learner.token_budget
-        budgets, trained = self.models.token_budgets, critic is not None
+        budgets, trained = self.models.token_budgets, (self.name, critic is not None)
         if trained not in budgets:
-            moved = [self.models.optimizer] + ([critic.optimizer] if critic else [])
+            moved = [self.optimizer] + ([critic.optimizer] if critic else [])
             probe = partial(self._probe, stage, critic)
             try:
                 budgets[trained] = measured(probe, moved, self.ranks, self.config.policy.max_length)
@@ -136,20 +164,38 @@ class StepPasses:
         length = self.config.policy.max_length
         tokens_BT = torch.zeros(tokens // length, length, dtype=torch.long, device=self.device)
         borders = None
-        if self.models.layout != "padded":
+        if self.layout != "padded":
             borders = Borders.of([length] * len(tokens_BT), self.device)
             tokens_BT = tokens_BT.view(1, -1)
+        known_ND, teacher = None, self.models.teacher
+        if teacher is not None and self.model is self.models.model:
+            with torch.no_grad():
+                read = partial(policy.hidden_states, teacher.model, tokens_BT, borders)
+                known_ND = within(teacher.model, read)[:, :-1].flatten(0, 1)
+        compute = partial(self._computed, stage, critic, tokens_BT, borders, known_ND)
+        within(self.model, compute).backward()
 
-        def compute() -> torch.Tensor:
-            hidden_BTD = policy.hidden_states(self.models.model, tokens_BT, borders)
-            hidden_ND, target_N = hidden_BTD[:, :-1].flatten(0, 1), tokens_BT[:, 1:].flatten()
-            logprobs_N, entropy_N = self._logprobs(stage, hidden_ND, target_N)
-            value = (logprobs_N + entropy_N).sum()
-            if critic is not None:
-                value = value + critic.values(hidden_BTD, tokens_BT, borders).sum()
-            return value
-
-        within(self.models.model, compute).backward()
+    def _computed(
+        self,
+        stage: Config,
+        critic: Critic | None,
+        tokens_BT: torch.Tensor,
+        borders: Borders | None,
+        known_ND: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Return a number that depends on all that a pass over these tokens computes. known_ND:
+        hidden states of the teacher, None without one."""
+        hidden_BTD = policy.hidden_states(self.models.model, tokens_BT, borders)
+        hidden_ND, target_N = hidden_BTD[:, :-1].flatten(0, 1), tokens_BT[:, 1:].flatten()
+        logprobs_N, entropy_N = self._logprobs(stage, hidden_ND, target_N)
+        value = (logprobs_N + entropy_N).sum()
+        if known_ND is not None and self.models.teacher is not None:
+            compare = partial(from_hidden, self.models.teacher.head, 1.0, "forward", 0.5)
+            given = hidden_ND, [known_ND], None, 1.0, stage.learner.logprob_chunk, compare
+            value = value + compared(self.models.model, *given).sum()
+        if critic is not None:
+            value = value + critic.values(hidden_BTD, tokens_BT, borders).sum()
+        return value
 
     def _loss(
         self,
@@ -159,8 +205,10 @@ class StepPasses:
         loss: MicroLoss,
         accounting: Accounting,
         critic: CriticTraining | None,
+        taught: Taught | None,
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Return the loss of a micro-batch, the critic's included, with gradient; its terms."""
+        """Return the loss of a micro-batch with gradient, the critic's and `taught`, that of the
+        teacher, included; its terms."""
         with torch.set_grad_enabled(_moves(critic)):
             hidden_KD = policy.hidden_states(
                 self.models.model, micro.tokens_BT, micro.borders, micro.read_K
@@ -169,6 +217,10 @@ class StepPasses:
             found_Q = self._logprobs(stage, hidden_QD, micro.target_Q, micro.masks_Q)
             theta_N, entropy_N = (one.index_select(0, micro.prediction_N) for one in found_Q)
             value, terms = loss(theta_N, entropy_N, micro, minibatch, accounting)
+            if taught is not None:
+                hidden_ND = hidden_KD.index_select(0, micro.source_N)
+                more, found = taught(self.models.model, hidden_ND, theta_N, micro, minibatch)
+                value, terms = stage.teacher.loss_coef * value + more, terms | found
         if critic is None:
             return value, terms
         values, more = critic(hidden_KD, micro, minibatch)

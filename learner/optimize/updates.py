@@ -11,7 +11,6 @@ import numpy as np
 
 from evolver_async.config import Config
 from evolver_async.config.sections.learner import lr_at
-from evolver_async.metrics.writer import Timers
 from evolver_async.randomness import key
 from evolver_async.schema import Array
 from learner.data.batch import Batch, Minibatch
@@ -21,8 +20,8 @@ from learner.loss.objective import Objective
 from learner.optimize.adamw import clear, update
 from learner.optimize.critic import CriticTraining
 from learner.optimize.distillation import Distillation
-from learner.optimize.model import Models
 from learner.optimize.step_passes import MicroLoss, StepPasses
+from learner.optimize.teaching import Teaching
 
 log = logging.getLogger(__name__)
 
@@ -107,13 +106,13 @@ class UpdateLimits:
 
 
 class Stepper:
-    """Optimizer updates of `models`; `config` is that of the whole run."""
+    """Optimizer updates of the model of `passes`; `config` is that of the whole run."""
 
-    def __init__(self, models: Models, config: Config, timers: Timers) -> None:
-        self.models = models
-        self.config = config
-        self.timers = timers
-        self.passes = StepPasses(models, config, timers)
+    def __init__(self, passes: StepPasses) -> None:
+        self.models = passes.models
+        self.config = passes.config
+        self.timers = passes.timers
+        self.passes = passes
 
     def __call__(
         self,
@@ -122,6 +121,7 @@ class Stepper:
         loss: MicroLoss,
         critic: CriticTraining | None,
         distillation: Distillation | None,
+        teaching: Teaching | None,
         limits: UpdateLimits,
         *,
         take: int,
@@ -139,14 +139,14 @@ class Stepper:
         bound = math.inf if critic is not None and critic.warms_up else limits.target_kl
         for minibatch in self.cut(stage, data, take):
             found = Accounting()
-            given = stage, minibatch, loss, found, critic, distillation
+            given = stage, minibatch, loss, found, critic, distillation, teaching
             total, terms = self.passes.gradients(*given)
             # Ranks have to decide alike, by the data of all of them. Without a decision nothing is
             # sent.
             known = found if math.isinf(bound) and not scales else self.passes.collected(found)
             scale = known.ess_share() ** 0.5 if scales else 1.0
             kl = known.moved() if math.isfinite(bound) else 0.0
-            moves = [(self.models.optimizer, rate * scale), *others]
+            moves = [(self.passes.optimizer, rate * scale), *others]
             # Never before the first update: data that are beyond the bound by their age alone would
             # not be trained at all.
             if done and math.isfinite(total) and kl > bound:
@@ -177,6 +177,10 @@ class Stepper:
         )
 
     def cut(self, stage: Config, data: Minibatch, take: int) -> list[Minibatch]:
-        """Cut the data of a take into its minibatches, in the order of their updates."""
-        order = key(self.config.run.seed, "minibatches", take)
-        return data.split(stage.learner.minibatches, order)
+        """Cut the data of a take into its minibatches, in the order of their updates: every epoch
+        anew."""
+        seed, minibatches = self.config.run.seed, list[Minibatch]()
+        for epoch in range(stage.learner.epochs):
+            order = key(seed, "minibatches", take, *([epoch] if epoch else []))
+            minibatches += data.split(stage.learner.minibatches, order)
+        return minibatches

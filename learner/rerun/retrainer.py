@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from evolver_async.config import Config
+from evolver_async.config.sections.run import PREFERENCES
 from evolver_async.metrics.writer import Metrics, Timers
 from evolver_async.schema import Group
 from evolver_async.study.rerun import RerunPlan
@@ -71,7 +72,7 @@ class Retrainer:
 
     def check(self, stage: int, outcome: StepResult) -> None:
         """Raise TrainingError, with the reason, if the takes have nothing left to learn from."""
-        if self.config.stages[stage].kind in ("rl", "dpo"):
+        if self.config.stages[stage].kind in ("rl", *PREFERENCES):
             self.guard.check(self.stages(stage, self.state.rollbacks), self.state, outcome)
 
     def _published(self, number: int) -> bool:

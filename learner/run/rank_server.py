@@ -78,6 +78,10 @@ class Leader:
         self._tell(RankCall(method="restore", path=str(directory)))
         return self.updater.restore(directory)
 
+    def export_reward_model(self, directory: Path) -> None:
+        self._tell(RankCall(method="export_reward_model", path=str(directory)))
+        self.updater.export_reward_model(directory)
+
     def published(self) -> WeightSource:
         """Return weights that all ranks gather; the caller iterates them once."""
         self._tell(RankCall(method="published"))
@@ -172,6 +176,8 @@ def _make(updater: Updater, stage: Config, call: RankCall) -> None:
             except OSError as error:  # the first rank tries again
                 if not lacks_room(error):
                     raise
+        case "export_reward_model":
+            updater.export_reward_model(Path(call.path))
         case "published":
             for _ in updater.published().parts():
                 pass

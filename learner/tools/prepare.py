@@ -16,20 +16,25 @@ from evolver_async.config.load import dump, load_written, stage_config
 from evolver_async.config.paths import embeds_by_model
 from evolver_async.config.sections.weight_channel import channel
 from evolver_async.config.shape import GGUF
+from evolver_async.errors import TrainingError
 from evolver_async.launch.pace import Pace, can_time
 from evolver_async.launch.registry import resolve
 from evolver_async.launch.run_directory import CONVERTED, CREATING
+from evolver_async.launch.start_checks import check_teachers
 from evolver_async.launch.visible_gpus import VISIBLE
 from evolver_async.memory.gpu_needs import gpus_used
 from evolver_async.model import gguf, policy
 from evolver_async.model.precision import FASTER, gains, load_policy, on_gpu
+from evolver_async.model.tokenizer import same_tokens
 from evolver_async.process.setup import RoleArgs
-from learner.optimize import model
+from learner.data.packing import Layout
+from learner.optimize import model, reward_model, teacher
+from learner.optimize.teacher_endpoint import TeacherEndpoint
 from learner.tools.timed_passes import timed
 
 log = logging.getLogger(__name__)
 
-NAMES_KEY = re.compile(r"(policy|learner)\.[a-z_.]+: ")
+NAMES_KEY = re.compile(r"(policy|learner|reward_model|teacher)\.[a-z_.]+: ")
 
 
 def main(args: RoleArgs) -> int:
@@ -51,6 +56,9 @@ def main(args: RoleArgs) -> int:
         if config.policy.dtype == "auto":
             config = _decide(config, args.run_dir, scratch)
         loaded = _load(config)
+        if any(stage.kind == "reward_model" for stage in config.stages):
+            reward_model.check(config)
+        _check_teachers(config, model.layout_of(config, loaded, loaded.device))
     except policy.ModelError as error:
         said = " ".join(str(error).split())
         named = NAMES_KEY.match(said)
@@ -111,6 +119,24 @@ def _check_embedder(config: Config) -> None:
         try:
             resolve("embedder")(config.experience)
         except ValueError as error:
+            raise ConfigError(str(error)) from error
+
+
+def _check_teachers(config: Config, layout: Layout) -> None:
+    """Load every teacher once, and ask an endpoint once. ModelError or ConfigError if one is of no
+    use."""
+    check_teachers(config)  # now that the policy has a tokenizer
+    stages = [stage_config(config, index) for index in range(len(config.stages))]
+    for path in {stage.teacher.path for stage in stages} - {""}:
+        teacher.load(config, path, "cpu", layout, sharded=config.learner.ranks > 1)
+        if not same_tokens(config.policy.path, path):
+            log.info("teacher.path: another tokenizer; chunks of text are compared")
+    if asked := [stage.teacher for stage in stages if stage.teacher.url]:
+        tokenizer = policy.load_tokenizer(config.policy.path)
+        row = tokenizer.encode("One, two; three.", add_special_tokens=False)
+        try:
+            TeacherEndpoint(asked[0]).top([row], lambda token: str(tokenizer.decode([token])))
+        except TrainingError as error:
             raise ConfigError(str(error)) from error
 
 

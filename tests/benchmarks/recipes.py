@@ -103,6 +103,7 @@ MARKS = (
     Mark("dapo"),
     Mark("deepseekmath_grpo"),
     Mark("dpo"),
+    Mark("classic"),
     Mark("cliff_walking"),
     Mark("webshop", 0.7),
 )

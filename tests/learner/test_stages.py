@@ -18,6 +18,7 @@ from evolver_async.config import SafetyConfig
 from evolver_async.config.load import dump, load
 from evolver_async.errors import TrainingError
 from evolver_async.launch.serial import run as launch_serial
+from learner.tools.export import export_reward_model
 
 pytestmark = pytest.mark.process
 
@@ -128,6 +129,29 @@ def test_preferences_are_learned_from_pairs_and_published_once(
     versions = of_stage(run, "dpo", "version")
     assert versions == 7 * [1.0] + [2.0]
     assert run.rows[-1]["eval/success"] > 0.9
+
+
+CHAIN = """[
+  {kind: sft, steps: 25, expert_fraction: 0.0, override: {rollout: {group_size: 1},
+    learner: {groups_per_step: 16, lr: 1.0e-2}}},
+  {kind: reward_model, steps: 12},
+  {kind: rl, steps: 8, refresh_reference: true, override: {
+    reward: {terms: [reward_model, {name: env, weight: 0}]}, advantage: {kind: gae},
+    loss: {kl_coef: 0.05}}}]"""
+
+
+def test_the_classic_chain_learns_by_a_reward_model_and_a_kl_to_the_reference(
+    bandit: Callable[..., Finished], tmp_path: Path
+) -> None:
+    run = bandit("chain", f"stages={CHAIN}", "learner.epochs=2")
+    accuracy = of_stage(run, "reward_model", "reward_model/accuracy")
+    assert len(accuracy) == 12 and accuracy[-1] == 1.0
+    assert run.rl("train/reward/reward_model")[0] == pytest.approx(run.rl("train/reward_mean")[0])
+    assert set(run.rl("learner/updates")) == {2.0}
+    assert run.rl("loss/kl")[0] < 1e-3 < run.rl("loss/kl")[-1]
+    assert run.rl("train/success")[-1] > run.rl("train/success")[0]
+    export_reward_model(run.run_dir, tmp_path / "out")
+    assert {one.name for one in (tmp_path / "out").iterdir()} >= {"config.json", "tokenizer.json"}
 
 
 def test_a_run_that_loses_its_format_within_steps_is_saved_by_a_rollback(

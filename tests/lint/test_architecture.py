@@ -73,7 +73,9 @@ HOMES: dict[str, tuple[str, ...]] = {
         "actors.experience.embedding_endpoint",
         "actors.llm.endpoint_client",
         "actors.adapters.service_client",
+        "actors.rewards.served_model",  # a reward model at a URL, which answers one number
         "actors.endpoint.textarena_selfplay",
+        "learner.optimize.teacher_endpoint",
     ),
     "uvicorn": ("actors.endpoint.http_server",),
     "wandb": ("evolver_async.metrics.wandb_upload",),
@@ -105,6 +107,7 @@ HOMES: dict[str, tuple[str, ...]] = {
         "evolver_async.weights",
         "actors.engines",
         "actors.weights",
+        "actors.rewards.sequence_classifier",  # of a process of its own
         "learner",
     ),
 }

@@ -44,6 +44,7 @@ STAGES = (
     "[{kind: sft, steps: 2}, {kind: rl, steps: 6}]",
     "[{kind: rl, steps: 4}, {kind: rl, steps: 3, reset_optimizer: true}]",
     "[{kind: sft, steps: 2}, {kind: rl, steps: 3}, {kind: dpo, steps: 3}]",
+    "[{kind: reward_model, steps: 3}, {kind: kto, steps: 2}, {kind: rl, steps: 2}]",
     "[{kind: reflect, steps: 2, alternatives: 1,"
     " override: {rollout: {max_tokens: 64, think: true}}}, {kind: rl, steps: 4}]",
     "[{kind: world_model, steps: 2, alternatives: 1}, {kind: rl, steps: 4}]",
@@ -85,7 +86,8 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "selection.scale": ("linear",),
     "selection.members": (2,),
     "advantage.kind": (
-        *("grpo_process", "adca", "rloo", "reinforce", "opob", "gae", "gae_bilevel", "vtrace"),
+        *("grpo_process", "adca", "rloo", "reinforce", "reward_to_go", "opob", "gae"),
+        *("gae_bilevel", "vtrace"),
     ),
     "advantage.std": ("batch", "none"),
     "advantage.length": ("sqrt",),
@@ -109,6 +111,7 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "loss.entropy_coef": (0.01,),
     "loss.entropy_top_k": (5,),
     "learner.minibatches": (2, 4),
+    "learner.epochs": (2,),
     "learner.token_budget": (96,),
     "learner.packing": ("false",),
     "learner.prefix_trees": ("always", "never"),

@@ -163,6 +163,17 @@ def reinforce(groups: Groups, seen: Seen, c: AdvantageConfig) -> list[float]:
     return [R_i - seen.baseline for group in groups for R_i, turns in group for _ in turns]
 
 
+def reward_to_go(groups: Groups, seen: Seen, c: AdvantageConfig) -> list[float]:
+    expected = []
+    for R_i, turns in (one for group in groups for one in group):
+        r = [r for r, _ in turns]
+        r[-1:] = [r_K + R_i - sum(r) for r_K in r[-1:]]
+        for k in range(len(r)):
+            G_k = sum(c.gamma_turn ** (j - k) * r[j] for j in range(k, len(r)))
+            expected.append(G_k - seen.baseline)
+    return expected
+
+
 def opob(groups: Groups, seen: Seen, c: AdvantageConfig) -> list[float]:
     everything, expected, first = outcomes(groups), [], 0
     for group in groups:
@@ -235,6 +246,7 @@ WITHOUT_CRITIC: dict[str, Callable[[Groups, Seen, AdvantageConfig], list[float]]
     "adca": adca,
     "rloo": rloo,
     "reinforce": reinforce,
+    "reward_to_go": reward_to_go,
     "opob": opob,
 }
 WITH_CRITIC: dict[str, Callable[[Episode, AdvantageConfig], Estimated]] = {

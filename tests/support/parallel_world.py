@@ -57,6 +57,9 @@ def make_policies(directory: Path) -> None:
             intermediate_size=32,
             max_length=64,
         )
+    for name, words in (("taller", []), ("worded", ["phoen", "fro"])):
+        sizes = {"hidden_size": 24, "layers": 3, "heads": 2, "intermediate_size": 32}
+        policy.make_tiny(directory / name, seed=1, max_length=64, words=words, **sizes)
     tied = directory / "tied"
     about = json.loads((tied / "config.json").read_text())
     (tied / "config.json").write_text(json.dumps(about | {"tie_word_embeddings": True}))
@@ -84,6 +87,13 @@ def settings_of(name: str, directory: Path) -> tuple[Config, str, list[Group]]:
         settings.learner.packing = True
         settings.learner.token_budget, settings.learner.logprob_chunk = 64, 3
         return settings, "rl", guided_groups(5)
+    if name in ("teacher", "teacher_text"):
+        settings = guided_config(plain, "strip", kind="decoupled")
+        settings.teacher.path = str(directory / ("taller" if name == "teacher" else "worded"))
+        settings.teacher.divergence = "jsd" if name == "teacher" else "reverse"
+        settings.learner.token_budget, settings.learner.logprob_chunk = 64, 3
+        settings.learner.lr = 1e-3  # a larger rate makes more of rounding
+        return settings, "rl", guided_groups(5)
     if name == "vcpo":
         settings = guided_config(plain, "strip", kind="vcpo")
         settings.loss.boost = 0.0
@@ -97,6 +107,16 @@ def settings_of(name: str, directory: Path) -> tuple[Config, str, list[Group]]:
     if name == "dpo":
         settings = config(plain, [StageConfig(kind="dpo", steps=STEPS)], 2)
         return settings, "dpo", pairs()
+    if name in ("kto", "reward_model"):
+        settings = config(plain, [StageConfig(kind=name, steps=STEPS)], 2)
+        settings.learner.token_budget = 64
+        if name == "reward_model":
+            settings.reward_model.centre_coef = 0.1
+            settings.learner.epochs = 2
+        groups = pairs()
+        for one in (one for group in groups for one in group.trajectories):
+            one.success = one.reward > 0.9
+        return settings, name, groups
     assert name in ("ppo", "apart", "apart_lora", "apart_bf16", "measured"), name
     settings = ppo(plain, "shared" if name == "ppo" else "separate", warmup=2)
     settings.policy.max_length = 64
@@ -150,6 +170,11 @@ def train(
             (out / "checkpoint").mkdir()
             leader.save(out / "checkpoint", state)
     done.weights, arrival = separate(whole_tensors(leader.published()))
+    if name == "reward_model":
+        leader.export_reward_model(out / "reward_model")
+        if ranks is None or ranks.rank == 0:
+            exported = load_file(out / "reward_model" / "model.safetensors")
+            done.weights |= {f"reward/{key}": tensor for key, tensor in exported.items()}
     assert arrival is not None and len(arrival.logprobs) > 0
     if isinstance(leader, Leader):
         if isinstance(updater.reference, FSDPModule):

@@ -9,7 +9,7 @@ from itertools import chain
 
 from evolver_async.config.checks.address_checks import buffer_address, no_sockets, weight_channel
 from evolver_async.config.checks.agentevolver_checks import agent, guidance, mechanisms, reward
-from evolver_async.config.checks.learner_checks import demonstrated, groups, learner
+from evolver_async.config.checks.learner_checks import demonstrated, groups, learner, teacher
 from evolver_async.config.checks.process_checks import (
     cluster,
     engine,
@@ -18,7 +18,14 @@ from evolver_async.config.checks.process_checks import (
     scaling,
     timeouts,
 )
-from evolver_async.config.checks.stage_checks import eval_sets, limits, served_tools, stages, tasks
+from evolver_async.config.checks.stage_checks import (
+    eval_sets,
+    limits,
+    reward_models,
+    served_tools,
+    stages,
+    tasks,
+)
 from evolver_async.config.effective.changes import effective
 from evolver_async.config.sections import Config
 from evolver_async.config.sections.run import SUPERVISED
@@ -32,22 +39,24 @@ def check(config: Config) -> None:
     _refuse(
         chain(
             *(gpus(config), cluster(config), scaling(config), no_sockets(config)),
-            *(weight_channel(config), stages(config), reward(config)),
+            *(weight_channel(config), stages(config)),
         )
     )
 
 
-def check_stage(config: Config, index: int) -> None:
-    """Raise ConfigError for what cannot work in stage `index`, whose configuration this is.
+def check_stage(config: Config, index: int) -> Config:
+    """Return the configuration by which stage `index` runs, whose written one this is.
 
-    Keys that do nothing there can have any value that their field allows.
+    Raise ConfigError for what cannot work. Keys that do nothing there can have any value that their
+    field allows.
     """
     check_fields(config)
     config = effective(config, config.stages[index])
     _refuse(chain(policy(config), engine(config), tasks(config), eval_sets(config)))
     _refuse(chain(timeouts(config), buffer_address(config)))
     kind = config.stages[index].kind
-    _refuse(chain(limits(config, index), learner(config)))
+    _refuse(chain(limits(config, index), learner(config), teacher(config)))
+    _refuse(chain(reward(config), reward_models(config, index)))
     _refuse(chain(agent(config), mechanisms(config), served_tools(config)))
     if kind not in SUPERVISED:
         _refuse(guidance(config))
@@ -55,6 +64,7 @@ def check_stage(config: Config, index: int) -> None:
         _refuse(groups(config))
     else:
         _refuse(demonstrated(config, kind))
+    return config
 
 
 def _refuse(problems: Iterator[tuple[str, str]]) -> None:

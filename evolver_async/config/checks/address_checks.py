@@ -6,6 +6,7 @@ from urllib.parse import urlsplit
 
 from evolver_async.config.sections import Config
 from evolver_async.config.sections.agentevolver import EmbeddingConfig, LlmConfig
+from evolver_async.config.sections.learner import TeacherConfig
 from evolver_async.config.sections.weight_channel import channel, host_and_port, is_loopback
 
 TCP = r"tcp://(\[[^\[\]/]+\]|[^:/\[\]]+):\d{1,5}"
@@ -85,7 +86,9 @@ def _port(key: str, port: int) -> Iterator[tuple[str, str]]:
         yield key, f"{port} is not a port (1 to 65535)"
 
 
-def endpoint(key: str, llm: LlmConfig | EmbeddingConfig) -> Iterator[tuple[str, str]]:
+def endpoint(
+    key: str, llm: LlmConfig | EmbeddingConfig | TeacherConfig
+) -> Iterator[tuple[str, str]]:
     """Require a model and its URL, without login or query, because files will hold it."""
     for name in ("url", "model"):
         if not getattr(llm, name):

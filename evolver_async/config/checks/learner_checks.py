@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from evolver_async.config.checks.address_checks import endpoint
 from evolver_async.config.effective.inert import guided_members
 from evolver_async.config.sections import Config
 from evolver_async.config.sections.learner import ROUNDING
@@ -30,6 +31,21 @@ def learner(config: Config) -> Iterator[tuple[str, str]]:
             f"{learner.device} is one GPU: with learner.ranks > 1 set cuda, and name the GPUs in"
             " launch.gpus.learner",
         )
+
+
+def teacher(config: Config) -> Iterator[tuple[str, str]]:
+    """Require one teacher at most, and an endpoint that can be called."""
+    teacher = config.teacher
+    if not teacher.url:
+        return
+    if teacher.path:
+        yield "teacher.url", "must be empty: teacher.path is the teacher"
+    if config.launch.kind == "serial":
+        yield "teacher.url", "needs real time, and launch.kind=serial has a virtual clock"
+    yield from endpoint("teacher", teacher)
+    if teacher.temperature != 1:
+        reason = "log-probs of an endpoint have no other"
+        yield "teacher.temperature", f"must be 1: {reason}, is {teacher.temperature:g}"
 
 
 def groups(config: Config) -> Iterator[tuple[str, str]]:

@@ -5,7 +5,8 @@ from collections.abc import Iterator
 
 from evolver_async.config.sections import Config
 from evolver_async.config.sections.data import DATA_COLUMNS
-from evolver_async.config.sections.run import FINAL_SET, SUPERVISED
+from evolver_async.config.sections.reward import REWARD_MODEL
+from evolver_async.config.sections.run import FINAL_SET, PAIRED, SUPERVISED
 from evolver_async.config.values.rules import check_plain
 
 
@@ -42,7 +43,7 @@ def limits(config: Config, index: int) -> Iterator[tuple[str, str]]:
             f"a stage of kind {stage.kind} is evaluated only after its end: set steps, tokens or"
             " hours",
         )
-    if stage.kind == "dpo" and config.rollout.group_size == 1 and not rows:
+    if stage.kind in PAIRED and config.rollout.group_size == 1 and not rows:
         yield "rollout.group_size", f"must be at least 2: {where} compares members of a group"
     if (decay := config.learner.decay) != "none" and not steps:
         yield f"{where}.steps", f"must be set: learner.decay={decay} runs over the stage's steps"
@@ -53,6 +54,27 @@ def limits(config: Config, index: int) -> Iterator[tuple[str, str]]:
     if stage.kind in SUPERVISED and config.buffer.demo_groups < groups and not rows:
         least = f"must be at least learner.groups_per_step ({groups})"
         yield "buffer.demo_groups", f"{least}, or {where} never fills a step"
+
+
+def reward_models(config: Config, index: int) -> Iterator[tuple[str, str]]:
+    """Require a model where a term scores by one, and whole weights where one is trained."""
+    stage, where = config.stages[index], f"stages[{index}]"
+    if stage.kind == REWARD_MODEL and config.policy.lora.rank:
+        yield "policy.lora.rank", f"must be 0: {where} trains a whole reward model"
+    if all(term.name != REWARD_MODEL for term in config.reward.terms):
+        return
+    model = config.reward.model
+    if model.path and model.url:
+        yield "reward.model.url", "must be empty where reward.model.path is set"
+    if model.url and config.launch.kind == "serial":
+        yield "reward.model.url", "needs real time, and launch.kind=serial has a virtual clock"
+    trained = any(one.kind == REWARD_MODEL for one in config.stages[:index])
+    if not (model.path or model.url or trained):
+        yield (
+            "reward.terms",
+            f"{REWARD_MODEL} in {where} needs a model: set reward.model.path or reward.model.url,"
+            f" or train one in a stage of kind {REWARD_MODEL} before",
+        )
 
 
 def tasks(config: Config) -> Iterator[tuple[str, str]]:

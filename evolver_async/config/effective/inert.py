@@ -9,8 +9,9 @@ from functools import cache
 from typing import Any
 
 from evolver_async.config.sections import Config
+from evolver_async.config.sections.reward import REWARD_MODEL
 from evolver_async.config.sections.rollout import EXTERNAL, USERS
-from evolver_async.config.sections.run import SUPERVISED, StageConfig
+from evolver_async.config.sections.run import PREFERENCES, SUPERVISED, StageConfig
 from evolver_async.config.values.kinds import KINDS, SELECTIONS
 from evolver_async.config.values.rules import keys
 from evolver_async.extension import is_own
@@ -28,10 +29,18 @@ OF_GUIDED_DATA = (
     *("loss.boost", "correction.guided"),
 )
 ENTROPY = ("entropy_top_k",)  # the key of `loss` that supervised stages read: entropy is measured
-PREFERENCES = (*ENTROPY, "dpo_beta", "dpo_nll_coef")  # those that a dpo stage reads
+OF_KINDS = {  # keys of `loss` that one kind of stages alone reads
+    "dpo": ("dpo_beta", "dpo_nll_coef"),
+    "kto": ("kto_beta", "kto_desirable", "kto_undesirable"),
+}
+LOSSES = {  # keys of `loss` that stages of preferences read
+    "reward_model": ("mask_truncated",),
+    **{kind: (*ENTROPY, *names, "mask_truncated") for kind, names in OF_KINDS.items()},
+}
 OF_RL = ("advantage", "correction", "critic")
 OF_ADVANTAGES = ("distill_coef", "reliance_coef")  # keys of `experience` that rl stages alone read
-REFILLS = ("kind", "by", "max_refills", "max_empty")  # keys of `selection` that a dpo stage reads
+# keys of `selection` that stages of preferences read
+REFILLS = ("kind", "by", "max_refills", "max_empty")
 OF_ROLLOUTS = {  # keys that act on groups that the policy played
     "rollout": ("temperature", "guided"),
     "tasks": ("synthetic",),
@@ -43,15 +52,21 @@ def inert(config: Config, stage: StageConfig) -> dict[str, str]:
     """Return the keys that a stage with this configuration does not read, with the reason."""
     kind, found = stage.kind, dict[str, str]()
     rules = [_experience, _judge, _questioning, _endpoints, _tasks, _processes, _rollout, _safety]
-    rules += [_loss, _schedule]
+    rules += [_loss, _schedule, _teacher]
     if kind == "rl":
         found |= dict(_below("data", "an rl stage trains on rollouts"))
         rules += [_of_kinds, _advantage, _correction]
     for rule in rules:
         for key, why in rule(config):
             found.setdefault(key, why)
-    if kind != "dpo":
-        found |= dict.fromkeys(("loss.dpo_beta", "loss.dpo_nll_coef"), "no stage of kind dpo")
+    for owner, names in OF_KINDS.items():
+        if kind != owner:
+            keys_of = (f"loss.{name}" for name in names)
+            found |= dict.fromkeys(keys_of, f"no stage of kind {owner}")
+    if kind != "reward_model":
+        found |= dict(_below("reward_model", "no stage of kind reward_model"))
+    if kind in LOSSES:
+        found |= dict(_below("teacher", f"a {kind} stage has a loss of its own"))
     return found
 
 
@@ -74,9 +89,9 @@ def guided_members(config: Config) -> int:
 
 def refreshes_nothing(config: Config, stage: StageConfig) -> str:
     """Return the reason for which stage.refresh_reference does nothing, "" if it acts."""
-    if stage.kind == "dpo":
-        return "a dpo stage always starts with the current policy as its reference"
-    if stage.kind in SUPERVISED:
+    if stage.kind in ("dpo", "kto"):
+        return f"a {stage.kind} stage always starts with the current policy as its reference"
+    if stage.kind in (*SUPERVISED, "reward_model"):
         return f"a stage of kind {stage.kind} reads no reference"
     return "" if config.loss.kl_coef else "loss.kl_coef=0"
 
@@ -89,22 +104,22 @@ def named_sets(config: Config) -> list[str]:
 def idle_because(kind: str, section: str, name: str, value: Any) -> str:
     """Return the reason for which a stage of a `kind` other than rl ignores a key, "" if none.
 
-    A dpo stage pairs members of every group: of `selection` it reads that groups without spread
-    are refilled, and how many empty steps end the run.
+    Preferences are of members of every group: of `selection` such a stage reads that groups without
+    spread are refilled, and how many empty steps end the run.
     """
-    dpo = kind == "dpo"
-    if section in OF_RL or (section == "loss" and name not in (PREFERENCES if dpo else ENTROPY)):
-        loss = "a dpo stage compares pairs by a loss of its own"
-        return loss if dpo else f"a stage of kind {kind} has no policy loss"
+    prefers = kind in PREFERENCES
+    if section in OF_RL or (section == "loss" and name not in LOSSES.get(kind, ENTROPY)):
+        loss = f"a {kind} stage compares members by a loss of its own"
+        return loss if prefers else f"a stage of kind {kind} has no policy loss"
     if section == "experience" and name in OF_ADVANTAGES:
         return "rl stages alone weigh what guidance was worth"
     if section == "safety" and name != "max_reward":
         return "alarms watch rl stages"
-    if not dpo and (section == "selection" or name in OF_ROLLOUTS.get(section, ())):
+    if not prefers and (section == "selection" or name in OF_ROLLOUTS.get(section, ())):
         return f"a stage of kind {kind} trains on scripted episodes, in their order"
     paired = [kind for kind, facts in SELECTIONS.items() if facts.pairs]
     if section == "selection" and (name not in REFILLS or (name == "kind" and value not in paired)):
-        return f"a dpo stage makes a pair of every group: {', or '.join(paired)}"
+        return f"a {kind} stage takes members of every group: {', or '.join(paired)}"
     return ""
 
 
@@ -180,6 +195,10 @@ def _endpoints(config: Config) -> Inert:
         yield from _but(_below("reflection", why), "reflection.kind")
     if config.reward.kind != "llm":
         yield from _below("reward.llm", "no term of reward asks a model")
+    if all(term.name != REWARD_MODEL for term in config.reward.terms):
+        yield from _below("reward.model", f"no term of reward is {REWARD_MODEL}")
+    elif not config.reward.model.url:
+        yield from _named("reward.model", ("name", "key_env"), "reward.model.url is empty")
 
 
 def _tasks(config: Config) -> Inert:
@@ -275,6 +294,20 @@ def _loss(config: Config) -> Inert:
         yield "loss.norm_tokens", f"loss.aggregation={loss.aggregation}"
 
 
+def _teacher(config: Config) -> Inert:
+    teacher = config.teacher
+    if not (teacher.path or teacher.url):
+        why = "neither teacher.path nor teacher.url is set"
+        yield from _but(_below("teacher", why), "teacher.path", "teacher.url")
+    elif not teacher.coef:
+        yield from _but(_below("teacher", "teacher.coef=0"), "teacher.coef")
+    if teacher.divergence != "jsd":
+        yield "teacher.beta", f"teacher.divergence={teacher.divergence}"
+    if not teacher.url:
+        of_url = ("model", "key_env", "timeout_s", "retries", "concurrency", "top_k")
+        yield from _named("teacher", of_url, "teacher.url is empty")
+
+
 def _schedule(config: Config) -> Inert:
     if config.learner.decay == "none":
         yield from _named("learner", ("decay_start", "lr_final"), "learner.decay=none")
@@ -298,7 +331,12 @@ def leaves() -> tuple[str, ...]:
 
 def _below(section: str, why: str) -> Inert:
     """Yield every key of a section."""
-    yield from ((key, why) for key in leaves() if key.startswith(f"{section}."))
+    yield from ((key, why) for key in _keys_below(f"{section}."))
+
+
+@cache
+def _keys_below(prefix: str) -> tuple[str, ...]:
+    return tuple(key for key in leaves() if key.startswith(prefix))
 
 
 def _but(found: Inert, *read: str) -> Inert:

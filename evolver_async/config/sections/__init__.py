@@ -16,8 +16,10 @@ from evolver_async.config.sections.learner import (
     CriticConfig,
     LearnerConfig,
     LossConfig,
+    RewardModelConfig,
     SafetyConfig,
     SelectionConfig,
+    TeacherConfig,
 )
 from evolver_async.config.sections.reward import RewardConfig
 from evolver_async.config.sections.rollout import (
@@ -42,6 +44,7 @@ from evolver_async.config.values.rules import Scope
 class Config:
     """The whole configuration of a run. A recipe holds only what differs from the defaults.
 
+    The product changes none in place: `dataclasses.replace` makes another one.
     The scope of a section is that of its keys, unless a field says another one.
     """
 
@@ -62,8 +65,12 @@ class Config:
     selection: Annotated[SelectionConfig, Scope.LEARNER] = field(default_factory=SelectionConfig)
     advantage: Annotated[AdvantageConfig, Scope.LEARNER] = field(default_factory=AdvantageConfig)
     critic: Annotated[CriticConfig, Scope.LEARNER] = field(default_factory=CriticConfig)
+    reward_model: Annotated[RewardModelConfig, Scope.LEARNER] = field(
+        default_factory=RewardModelConfig
+    )
     correction: Annotated[CorrectionConfig, Scope.LEARNER] = field(default_factory=CorrectionConfig)
     loss: Annotated[LossConfig, Scope.LEARNER] = field(default_factory=LossConfig)
+    teacher: Annotated[TeacherConfig, Scope.LEARNER] = field(default_factory=TeacherConfig)
     learner: Annotated[LearnerConfig, Scope.LEARNER] = field(default_factory=LearnerConfig)
     stages: Annotated[list[StageConfig], Scope.RUN] = field(default_factory=lambda: [StageConfig()])
     eval: Annotated[EvalConfig, Scope.RUN] = field(default_factory=EvalConfig)

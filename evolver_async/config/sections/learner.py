@@ -16,6 +16,7 @@ from evolver_async.config.values.kinds import (
 )
 from evolver_async.config.values.rules import (
     Count,
+    FilePath,
     Fraction,
     Open,
     Positive,
@@ -23,6 +24,7 @@ from evolver_async.config.values.rules import (
     PositiveOrInfinite,
     Range,
     Scope,
+    Variable,
 )
 from evolver_async.extension import is_own
 
@@ -69,7 +71,7 @@ class AdvantageConfig:
     # rollout.players: what a player's rewards are compared with: those of the same player in the
     # group, or those of all its players
     baseline: Literal["player", "shared"] = "player"
-    # b <- decay * b + (1 - decay) * mean reward, from 0 at the beginning of a stage
+    # b <- decay * b + (1 - decay) * mean reward, or return, from 0 at the beginning of a stage
     baseline_decay: Fraction = 0.9
     alpha: float = 0.1  # weight of the judge's labels beside the outcome
     # from 0: the end of a cosine of alpha over the stage's steps; -1: alpha is constant
@@ -92,6 +94,17 @@ class AdvantageConfig:
     def facts(self) -> AdvantageKind:
         """Return the declaration of the kind."""
         return ADVANTAGES.get(self.kind, AdvantageKind())
+
+
+@dataclass
+class RewardModelConfig:
+    """The reward model that stages of kind reward_model train, from pairs."""
+
+    # directory that it begins as, of a causal language model or a sequence classifier with one
+    # label, with the policy's tokenizer; "": the policy as it is when the first such stage begins
+    path: Annotated[str, FilePath(), OF_RUN | Scope.WEIGHTS] = ""
+    # weight of the squared sum of a pair's rewards, which keeps their mean near 0
+    centre_coef: float = 0.0
 
 
 @dataclass
@@ -164,11 +177,41 @@ class LossConfig:
     # dpo stages: weight of the better member's negative log-likelihood, the mean over its tokens.
     # It keeps both members of a pair from becoming unlikely together
     dpo_nll_coef: float = 0.0
+    kto_beta: Positive = 0.1  # kto stages: strength of the pull towards the reference
+    kto_desirable: Positive = 1.0  # kto stages: weight of the episodes that succeeded ...
+    kto_undesirable: Positive = 1.0  # ... and of those that failed
     # episodes that a limit of tokens or of time ended (rollout.max_tokens in the last turn,
     # policy.max_length, env.episode_timeout_s) give no gradient; they stay in the baseline of their
     # group
     mask_truncated: bool = False
     entropy_top_k: int = 0  # the bonus raises entropy among the k likeliest tokens only; 0: all
+
+
+@dataclass
+class TeacherConfig:
+    """A model that the policy is distilled from, on the ACTION tokens that it trains on."""
+
+    # a Hugging Face directory, or for all stages together the id of a hub, downloaded as
+    # policy.download says; "" without url: no teacher
+    path: Annotated[str, FilePath(hub=True)] = ""
+    # an OpenAI-compatible endpoint instead, up to and including /v1, whose completions have
+    # prompt_logprobs (vLLM); its model has the policy's tokenizer
+    url: Annotated[str, OF_RUN] = ""
+    model: Annotated[str, OF_RUN] = ""  # url: its name there
+    key_env: Annotated[Variable, OF_RUN] = ""  # url: environment variable that holds the API key
+    timeout_s: Annotated[Positive, OF_RUN] = 60.0  # url: of one call
+    retries: Annotated[int, OF_RUN] = 5  # url: of a failed call, with growing pauses
+    concurrency: Annotated[Count, OF_RUN] = 16  # url: calls in flight of one rank
+    top_k: Annotated[Count, OF_RUN] = 20  # url: likeliest tokens of each place; all others are one
+    coef: float = 1.0  # weight of the divergence; 0: no teacher
+    # weight of the stage's own loss beside it, rewards or imitation; 0: distillation alone
+    loss_coef: float = 1.0
+    # KL(student || teacher), KL(teacher || student), or the generalised Jensen-Shannon divergence.
+    # A teacher with another tokenizer has the first alone
+    divergence: Literal["reverse", "forward", "jsd"] = "reverse"
+    # jsd: share of the teacher in the mixture that both are compared with
+    beta: Annotated[float, Range(gt=0, lt=1)] = 0.5
+    temperature: Positive = 1.0  # of both distributions
 
 
 # Standard deviation of the mean log-ratio of a sequence of 22 tokens that bfloat16 alone makes.
@@ -205,7 +248,8 @@ class LearnerConfig:
     """The training loop."""
 
     groups_per_step: Annotated[Count, Scope.STAGE] = 32  # B: groups of one step
-    minibatches: Count = 4  # optimizer updates of one step
+    minibatches: Count = 4  # optimizer updates of one pass over a step's groups
+    epochs: Count = 1  # passes over a step's groups
     # tokens of a pass, with padding, shared ones once; 0: what a GPU holds
     token_budget: int = 16384
     # rows one behind the other in a single one, instead of padded

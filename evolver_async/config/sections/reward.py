@@ -4,13 +4,23 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 from evolver_async.config.sections.agentevolver import LlmConfig
-from evolver_async.config.values.rules import Count, Open, Pattern, Positive, Signed
+from evolver_async.config.values.rules import (
+    Count,
+    FilePath,
+    Open,
+    Pattern,
+    Positive,
+    Scope,
+    Signed,
+    Variable,
+)
 
 OF_ANSWERS = ("exact", "number", "math", "llm")  # terms that compare the reply with an answer
 OF_TEXTS = ("regex", "code")
 OF_COSTS = ("length", "tool_calls", "tokens", "seconds")
 OF_ENV = ("env", "success")
-TermName = Annotated[str, Open(*OF_ANSWERS, *OF_TEXTS, *OF_COSTS, *OF_ENV)]
+REWARD_MODEL = "reward_model"  # the term that scores a whole conversation by a model
+TermName = Annotated[str, Open(*OF_ANSWERS, *OF_TEXTS, *OF_COSTS, *OF_ENV, REWARD_MODEL)]
 SUCCESS_RULES = ("auto", "env", "total")  # beside the labels of terms
 
 
@@ -32,6 +42,21 @@ class TermConfig:
 
 
 @dataclass
+class ScoringModelConfig:
+    """The reward model of a term: a directory, a server, or without both the run's own one."""
+
+    # directory for AutoModelForSequenceClassification with one label; with the policy's tokenizer
+    # it reads an episode's tokens, else messages by its own chat template. Without path and url
+    # the term takes what the newest stage of kind reward_model before has trained
+    path: Annotated[str, FilePath()] = ""
+    # of a server that answers POST {"model": name, "messages": […]} as vLLM's /classify and
+    # /pooling do, or by {"score": number}
+    url: Annotated[str, Pattern(r"(https?://\S+)?", "an http(s) URL")] = ""
+    name: str = ""  # of the model at the server
+    key_env: Variable = ""  # environment variable that holds the API key; "" sends none
+
+
+@dataclass
 class RewardConfig:
     """The reward of an episode: the weighted sum of its terms, and penalties of `rollout`.
 
@@ -40,7 +65,7 @@ class RewardConfig:
 
     # in training and evaluations alike; the environment's own reward counts with weight 1 unless a
     # term `env` gives another
-    terms: list[TermConfig] = field(default_factory=list)
+    terms: Annotated[list[TermConfig], Scope.STAGE] = field(default_factory=list)
     # success of an episode: env (the environment's own), total (the reward reaches the threshold),
     # or the label of a term that reaches it. auto: env; for env.name=prompts, which has none, the
     # first term with a weight above 0
@@ -49,6 +74,8 @@ class RewardConfig:
     workers: Count = 2  # processes of an actor for own functions, math and regex
     timeout_s: Positive = 30.0  # of one term of one episode
     llm: LlmConfig = field(default_factory=LlmConfig)  # the endpoint of terms named llm
+    # that of terms named reward_model
+    model: ScoringModelConfig = field(default_factory=ScoringModelConfig)
 
     @property
     def kind(self) -> str:

@@ -75,7 +75,8 @@ class StageConfig:
     """One stretch of training. It ends at the first of its limits (0 = no such limit)."""
 
     kind: Annotated[
-        Literal["sft", "text", "world_model", "reflect", "dpo", "rl"], Scope.RUN | Scope.REPLAY
+        Literal["sft", "text", "world_model", "reflect", "reward_model", "dpo", "kto", "rl"],
+        Scope.RUN | Scope.REPLAY,
     ] = "rl"
     steps: int = 0  # learner steps
     # passes over the rows of `data`; a run's config.yaml has the steps that they take
@@ -97,7 +98,8 @@ class StageConfig:
 
 SUPERVISED = ("sft", "text", "world_model", "reflect")  # kinds without a policy's own episodes
 BRANCHED = ("world_model", "reflect")  # kinds that try other actions beside the expert's
-PAIRED = ("dpo",)  # kinds that compare a better conversation with a worse one
+PAIRED = ("reward_model", "dpo")  # kinds that compare a better conversation with a worse one
+PREFERENCES = (*PAIRED, "kto")  # kinds that learn which conversations are better, or good
 
 
 def limits_reached(

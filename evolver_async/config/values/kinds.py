@@ -17,7 +17,7 @@ class SelectionKind:
 
     compares: the members of a group, of which there must be two. drops_zero: groups without spread
     never train, whatever `selection.drop_zero`. refills: the buffer takes more groups until the
-    step is full. pairs: a dpo stage, which makes a pair of every group, can have it.
+    step is full. pairs: a stage of preferences, which takes members of every group, can have it.
     """
 
     reads: tuple[str, ...] = ()
@@ -88,6 +88,7 @@ ADVANTAGES = {
     ),
     "rloo": AdvantageKind(compares=True),
     "reinforce": AdvantageKind(("baseline_decay",)),
+    "reward_to_go": AdvantageKind(("baseline_decay", "gamma_turn"), one_turn="reinforce"),
     "opob": AdvantageKind(("std",), compares=True, reads_anchor=True),
     "gae": AdvantageKind(_CRITIC, critic=True),
     "gae_bilevel": AdvantageKind((*_CRITIC, "gamma_turn"), critic=True, one_turn="gae"),

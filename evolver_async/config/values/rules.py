@@ -19,6 +19,7 @@ from evolver_async.config.values.config_error import ConfigError
 T = TypeVar("T")
 PLAIN_BYTES = 32_768  # of free parameters: those of a task travel in the head of a message
 PLAIN_DEPTH = 16  # of maps and lists in them: a message has some around them
+USUAL = 1 << 63  # smaller numbers fit into journal and wire
 
 
 class Scope(Flag):
@@ -173,8 +174,22 @@ def keys(kind: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 def check_fields(section: Any, prefix: str = "") -> None:
     """Raise ConfigError for the first value in a section that its field does not allow."""
-    for name, annotation in annotations(type(section)).items():
-        check_value(f"{prefix}{name}", getattr(section, name), annotation)
+    for name, annotation, allowed in _rules(type(section)):
+        value = getattr(section, name)
+        if not _is_usual(value) or (allowed and not allowed.allows(value)):
+            check_value(f"{prefix}{name}", value, annotation)
+
+
+def _is_usual(value: Any) -> bool:
+    """Return True for a text or a number that needs its rule alone."""
+    if isinstance(value, str):
+        return value.isascii()
+    return isinstance(value, int | float) and abs(value) < USUAL
+
+
+@cache
+def _rules(kind: type) -> tuple[tuple[str, Any, Range | Pattern | OneOf | None], ...]:
+    return tuple((name, one, rule(one)) for name, one in annotations(kind).items())
 
 
 def check_value(key: str, value: Any, annotation: Any) -> None:
@@ -224,7 +239,7 @@ def _check_part(key: str, value: Any, infinite: bool, depth: int) -> None:
         if not -(1 << 63) <= value < 1 << 64:
             raise ConfigError(f"{key}: must be in -2**63..2**64 - 1")
     elif isinstance(value, str):
-        if any("\ud800" <= character <= "\udfff" for character in value):
+        if not value.isascii() and any("\ud800" <= one <= "\udfff" for one in value):
             raise ConfigError(f"{key}: must be text without surrogates")
     elif value is not None:
         raise ConfigError(f"{key}: {type(value).__name__} has no place here")

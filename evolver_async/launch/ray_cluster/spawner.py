@@ -209,7 +209,7 @@ def gone(asked: str, head: str, silent_s: float) -> str:
 def forwarded(config: Config) -> dict[str, str]:
     """Return the variables of this process that its configuration refers to, and those of W&B."""
     names = {getattr(config, one).llm.key_env for one in LLM_SECTIONS} | mentioned(config)
-    names |= {config.experience.embedding.key_env, config.rollout.endpoint.key_env}
-    names |= {config.rollout.serve.users_env}
+    others = config.experience.embedding, config.rollout.endpoint, config.teacher
+    names |= {one.key_env for one in others} | {config.rollout.serve.users_env}
     names |= {name for name in os.environ if name.startswith(FORWARDED)}
     return {name: os.environ[name] for name in sorted(names) if name in os.environ}

@@ -3,13 +3,17 @@
 import asyncio
 import os
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from episodes import episode
+from http_server import HttpServer, Reply, raw
 from openai_server import OpenAIServer, answer, closed_url, status
 from rollouts import setting
+from transformers import AutoModelForSequenceClassification
 
 from actors.rewards.facts import Unscorable, facts_of
 from actors.rewards.own_rewards import arguments_of, load_function
@@ -18,6 +22,8 @@ from actors.rollout.finished import Finished
 from evolver_async.config import Config, ConfigError
 from evolver_async.config.load import load
 from evolver_async.launch.serial import VirtualLoop
+from evolver_async.model.tiny import make_tiny
+from evolver_async.model.tokenizer import load_tokenizer
 from evolver_async.schema import Role, Sequence, Task, Trajectory, TurnFlag, VersionRun, WeightId
 from evolver_async.wire.transcripts import Transcript, Turn
 
@@ -419,3 +425,118 @@ def test_short_and_long_forms_are_the_same() -> None:
     assert short == config("reward=own_rewards:correct").reward
     assert short == config("reward={terms: [{name: own_rewards:correct}]}").reward
     assert short.terms[0].called == "correct" and short.terms[0].weight == 1.0
+
+
+# ---- reward models
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [{"score": 1.5}, {"data": [{"probs": [1.5]}]}, {"data": [{"index": 0, "data": [1.5]}]}],
+)
+def test_a_served_reward_model_scores_the_conversation(reply: dict[str, Any]) -> None:
+    asked = []
+
+    def answered(path: str, headers: dict[str, str], body: Any) -> Reply:
+        asked.append(body)
+        return raw(reply)
+
+    server = HttpServer(answered)
+    server.start()
+    try:
+        model = f"reward.model={{url: '{server.url}/classify', name: m}}"
+        one = score(played("let me see", "97"), "reward=[reward_model]", model)
+    finally:
+        server.end()
+    assert one.terms == {"reward_model": 1.5} and one.reward == 1.5
+    (body,) = asked
+    assert body["model"] == "m"
+    said = [(one["role"], one["content"]) for one in body["messages"]]
+    assert said[0] == ("user", "What is 72 + 25?") and said[-1] == ("assistant", "97")
+
+
+@pytest.mark.parametrize("reply", [Reply(status=500), raw({"data": []}), raw({"score": "good"})])
+def test_without_a_score_the_episode_has_no_reward(reply: Reply) -> None:
+    server = HttpServer(lambda *_: reply)
+    server.start()
+    try:
+        with pytest.raises(Unscorable, match=r"^reward\.terms: reward_model "):
+            score(played("97"), "reward=[reward_model]", f"reward.model.url='{server.url}'")
+    finally:
+        server.end()
+
+
+@pytest.mark.process
+def test_a_directory_reads_tokens_of_its_own_tokenizer_and_messages_of_another(
+    tmp_path: Path,
+) -> None:
+    for name, words in (("policy", []), ("like", []), ("other", ["further"])):
+        make_tiny(
+            tmp_path / name,
+            **{"seed": 1, "hidden_size": 16, "layers": 1, "heads": 2, "intermediate_size": 32},
+            max_length=64,
+            words=words,
+        )
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            model = AutoModelForSequenceClassification.from_pretrained(
+                tmp_path / name, num_labels=1
+            )
+        model.save_pretrained(tmp_path / name)
+    found = {}
+    for name in ("like", "other"):
+        terms = "reward=[reward_model]", f"reward.model.path={tmp_path / name}"
+        policy = f"policy.path={tmp_path / 'policy'}"
+        found[name] = score(played("97"), *terms, policy, "safety.max_lr=inf").reward
+        model = AutoModelForSequenceClassification.from_pretrained(tmp_path / name).eval()
+        tokens = [1, 2, 3, 4]
+        if name == "other":
+            tokenizer = load_tokenizer(tmp_path / name)
+            tokens = tokenizer.apply_chat_template(
+                [*PROMPT, {"role": "assistant", "content": "97"}], return_dict=True
+            )["input_ids"]
+        with torch.no_grad():
+            hidden = model.base_model(torch.tensor([tokens])).last_hidden_state[0, -1]
+            expected = float(model.score(hidden))
+        assert found[name] == pytest.approx(expected, abs=1e-5)
+    assert found["like"] != found["other"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "key"),
+    [
+        (["reward=[reward_model]"], r"reward\.terms: reward_model in stages\[0\] needs a model"),
+        (
+            ["reward=[reward_model]", "reward.model={path: a, url: 'http://b'}"],
+            r"reward\.model\.url: must be empty",
+        ),
+        (["reward.model.url=ftp://b"], r"reward\.model\.url: must be an http"),
+        (
+            ["reward=[reward_model]", "reward.model.url='http://b'", "launch.kind=serial"],
+            r"reward\.model\.url: needs real time",
+        ),
+        (
+            ["policy.lora.rank=2", "stages=[{kind: reward_model, steps: 1}]"],
+            r"policy\.lora\.rank: must be 0",
+        ),
+    ],
+)
+def test_a_reward_model_that_is_not_there_is_refused(arguments: list[str], key: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{key}"):
+        config(*arguments)
+
+
+def test_stages_have_terms_of_their_own() -> None:
+    stages = "[{kind: rl, steps: 1}, {kind: rl, steps: 1, override: {reward: [exact]}}]"
+    made = load(None, [f"stages={stages}", "reward=[tokens]"])
+
+    async def scored() -> list[dict[str, float]]:
+        scorer, found = RewardScorer(made), []
+        for stage in (0, 1):
+            finished = played("97")
+            await scorer.score(task(), finished, setting(), graded=False, stage=stage)
+            found.append(finished.trajectory.terms)
+        await scorer.close()
+        return found
+
+    assert asyncio.run(scored()) == [{"tokens": 3.0}, {"exact": 1.0}]

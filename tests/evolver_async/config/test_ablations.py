@@ -248,6 +248,9 @@ STEP = "learner.minibatches=1"
         (["correction={kind: cispo, anchor: interpolate}"], "correction.anchor"),
         (["correction={kind: cispo, w_max: 3}", "loss.clip_high=0.3"], "loss.clip_high"),
         (["critic={lr: 0.1}"], "critic.lr"),
+        (["teacher={coef: 2, top_k: 4}"], "teacher.top_k, teacher.coef"),
+        (["teacher={path: t, beta: 0.3, model: m}"], "teacher.beta, teacher.model"),
+        (["teacher={path: t, coef: 0, divergence: jsd}"], "teacher.path, teacher.divergence"),
         (["safety.rollback={loss: {boost: 0.6}}"], "safety.rollback"),
         (
             ["safety={action: rollback, rollback: {loss: {boost: 0.6}}}"],
@@ -273,7 +276,13 @@ STEP = "learner.minibatches=1"
                 ("dpo", "selection", "kind", "spread"),
                 ("dpo", "selection", "keep", "0.25"),
                 ("dpo", "experience", "reliance_coef", "1"),
+                ("kto", "loss", "dpo_beta", "0.2"),
+                ("kto", "advantage", "kind", "rloo"),
+                ("reward_model", "loss", "kto_beta", "0.2"),
+                ("reward_model", "loss", "entropy_top_k", "4"),
+                ("dpo", "reward_model", "centre_coef", "0.1"),
                 ("rl", "tasks", "solved", "0"),
+                ("dpo", "teacher", "loss_coef", "0.5"),
             )
             for key in (f"{section}.{name}",)
         ),

@@ -1,7 +1,9 @@
 """Recipes, bases and arguments: what wins, and mistakes that are named by their key."""
 
+import cProfile
 import json
 import math
+import pstats
 import tempfile
 from pathlib import Path
 
@@ -12,8 +14,11 @@ from hypothesis import strategies as st
 from refusals import STEPS, refusal
 
 from evolver_async.config import Config, ConfigError, EnvConfig, StageConfig
+from evolver_async.config import load as load_module
 from evolver_async.config.load import dump, from_dict, load, stage_config, to_dict
 from evolver_async.config.sections.rollout import RolloutConfig
+
+CONFIGS = Path(__file__).parents[3] / "configs"
 
 
 def test_arguments_win_over_the_recipe_and_the_recipe_over_the_defaults(tmp_path: Path) -> None:
@@ -195,6 +200,50 @@ def test_an_escaped_reference_is_text_in_every_stage(tmp_path: Path) -> None:
         assert stage_config(one, 0).rollout.system_prompt == "Say ${name}"
 
 
+def test_a_reference_to_another_key_has_the_type_of_its_own_key(monkeypatch) -> None:
+    monkeypatch.setenv("RATE", "1.375e-3")  # errors of later tests show no such number
+    arguments = [
+        "learner.minibatches='${eval.every}'",
+        "learner.lr='${oc.env:RATE}'",
+        "learner.betas='${.other}'",
+        "run.name='${run.seed}-${env.name}'",
+        "selection={kind: 'own:f', params: '${judge.params}'}",
+        "judge={kind: 'own:g', params: {words: [a, b], depth: {n: 2}}}",
+    ]
+    config = load(None, [STEPS, *(one for one in arguments if "other" not in one)])
+    assert (config.learner.minibatches, config.learner.lr) == (25, 1.375e-3)
+    assert config.run.name == "0-frozen_lake"
+    assert config.selection.params == {"words": ["a", "b"], "depth": {"n": 2}}
+    with pytest.raises(ConfigError, match=r"^learner\.betas: .*other"):
+        load(None, [STEPS, *arguments])
+
+
+def test_what_is_done_to_a_configuration_changes_no_other_of_the_same_recipe(tmp_path) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("env: {params: {map: [1, 2]}}\nstages: [{steps: 1}]\n")
+    load(recipe).env.params["map"].append(3)
+    stage_config(load(recipe), 0).loss.clip_low = 0.0
+    assert load(recipe).env.params == {"map": [1, 2]}
+    assert stage_config(load(recipe), 0).loss.clip_low > 0
+
+
+def test_a_stage_is_checked_once_for_configurations_of_the_same_values() -> None:
+    config = load(None, [STEPS, "run.seed=81"])
+    made = load_module._changed.cache_info().misses
+    assert stage_config(config, 0) == stage_config(load(None, [STEPS, "run.seed=81"]), 0)
+    assert load_module._changed.cache_info().misses == made
+    config.learner.lr = 0.25
+    assert stage_config(config, 0).learner.lr == 0.25
+
+
+def test_a_recipe_is_loaded_in_few_calls() -> None:
+    """Thousands of tests and every command wait for it; calls do not depend on the machine."""
+    load(CONFIGS / "agentevolver.yaml")
+    profile = cProfile.Profile()
+    profile.runcall(load, CONFIGS / "agentevolver.yaml", ["run.seed=82"])
+    assert pstats.Stats(profile).total_calls < 40_000  # pyright: ignore[reportAttributeAccessIssue]
+
+
 def test_a_recipe_says_what_differs_from_its_base(tmp_path):
     (tmp_path / "low.yaml").write_text("learner: {lr: 0.5, minibatches: 2}\nrun: {seed: 3}\n")
     (tmp_path / "deep").mkdir()
@@ -219,7 +268,6 @@ def test_a_base_that_cannot_be_is_named(tmp_path, base, message):
         load(tmp_path / "a.yaml", [])
 
 
-CONFIGS = Path(__file__).parents[3] / "configs"
 RECIPES = sorted({*CONFIGS.rglob("*.yaml")} - {*CONFIGS.glob("studies/*")})
 
 

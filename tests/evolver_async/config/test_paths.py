@@ -8,7 +8,7 @@ from refusals import STEPS
 from evolver_async.config import ConfigError
 from evolver_async.config.load import load
 from evolver_async.config.paths import check_paths, directory_of, with_absolute_paths
-from evolver_async.launch.start_checks import check_start
+from evolver_async.launch.start_checks import check_start, check_teachers
 
 
 @pytest.mark.parametrize("key", ["policy.path", "weights.dir"])
@@ -21,6 +21,16 @@ def test_a_model_directory_without_tokenizer_is_named(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ConfigError, match=r"policy\.path: .* has no tokenizer\.json"):
         check_paths(load(None, [STEPS, f"policy.path={tmp_path}"]))
+
+
+def test_a_teacher_that_is_no_model_is_named(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    for path, lacks in (("/nowhere", "config"), (tmp_path, "tokenizer")):
+        with pytest.raises(ConfigError, match=rf"teacher\.path: .* has no {lacks}\.json"):
+            check_teachers(load(None, [STEPS, f"teacher.path={path}"]))
+    other = "stages=[{steps: 1}, {steps: 1, override: {teacher: {path: nowhere}}}]"
+    with pytest.raises(ConfigError, match=r"teacher\.path: .*nowhere has no"):
+        check_teachers(with_absolute_paths(load(None, [other])))
 
 
 def test_a_weights_directory_that_cannot_be_written_is_named() -> None:

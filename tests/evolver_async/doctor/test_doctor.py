@@ -152,6 +152,8 @@ def test_training_needs_what_its_largest_stage_holds():
     assert training_bytes(config, SEVEN) == 2 * plain + 2 * SEVEN_B, "the critic stays"
     config.stages = [StageConfig(kind="dpo", steps=1), StageConfig(kind="sft", override=critic)]
     assert training_bytes(config, SEVEN) == plain + 2 * SEVEN_B, "a dpo stage has a reference"
+    config.stages = [StageConfig(kind="reward_model", steps=1), StageConfig(kind="kto", steps=1)]
+    assert training_bytes(config, SEVEN) == 2 * plain, "which is dropped after its last stage"
     config.stages = [
         StageConfig(steps=1),
         StageConfig(override={"learner": {"token_budget": 32768}}),

@@ -1,5 +1,6 @@
 """Places that are drained or lost: who moves, who ends the run, and whom it costs a restart."""
 
+import re
 import signal
 import subprocess
 import sys
@@ -107,7 +108,7 @@ def test_an_actor_leaves_a_place_that_is_drained_and_starts_at_another(
     supervisor.spawner.drained = ()
     second = after(supervisor, actor)
     assert second is not first and second.poll() is None
-    assert "actor-0 has left a node that is drained" in caplog.text
+    assert re.search("actor-0 .*drained", caplog.text)
     assert actor.restarts == 0 and supervisor.signals == [] and not actor.moves
 
 
@@ -196,7 +197,7 @@ def test_a_process_that_is_lost_with_its_node_costs_no_restart(
         supervisor.spawner.gone = ("actor-0",)
         actor.process.kill()
         assert after(supervisor, actor).poll() is None
-    assert caplog.text.count("actor-0 is lost with its node") == 5 and actor.restarts == 0
+    assert len(re.findall("actor-0 .*lost", caplog.text)) == 5 and actor.restarts == 0
 
 
 def test_the_run_ends_where_the_node_of_its_buffer_is_drained(
@@ -207,14 +208,14 @@ def test_the_run_ends_where_the_node_of_its_buffer_is_drained(
     for _ in range(3):
         supervisor.supervise(buffer, time.monotonic())
     assert buffer.process.poll() is None
-    assert "the node of buffer is drained: the run ends and can be resumed" in caplog.text
+    assert re.search("buffer .*drained.*resumed", caplog.text)
 
 
 def test_the_run_ends_where_the_node_of_its_buffer_is_lost(supervisor: Supervisor) -> None:
     buffer = supervisor.add("buffer", "buffer")
     supervisor.spawner.gone = ("buffer",)
     buffer.process.kill()
-    with pytest.raises(RunFailed, match="buffer is lost with its node, and has no other place"):
+    with pytest.raises(RunFailed, match=r"buffer .*lost"):
         after(supervisor, buffer)
 
 
@@ -226,7 +227,7 @@ def test_the_run_ends_where_a_node_is_lost_before_its_process_is_started_again(
     buffer.process.kill()
     assert after(supervisor, buffer).poll() is not None and buffer.due is not None
     supervisor.spawner.gone = ("buffer",)
-    with pytest.raises(RunFailed, match="buffer is lost with its node, and has no other place"):
+    with pytest.raises(RunFailed, match=r"buffer .*lost"):
         supervisor.supervise(buffer, buffer.due)
 
 

@@ -82,6 +82,20 @@ def test_a_reference_is_one_copy_and_a_separate_critic_is_trained_too() -> None:
     assert part(critic, "learner", "critic") == 16 * SHAPE.decoder
 
 
+def test_a_teacher_is_one_copy_of_its_own_model_of_which_ranks_share_the_layers() -> None:
+    path = next(path for path in MODELS if path.name == "Qwen2.5-7B-Instruct")
+    shape = shape_of(load(RECIPE, [f"policy.path={path}"]))
+    assert shape is not None and part(planned(), "learner", "teacher") == 0
+    given = (f"teacher.path={path}", "launch.kind=local")
+    assert part(planned(*given), "learner", "teacher") == 4 * shape.parameters
+    shared = part(planned(*given, "learner.ranks=2"), "learner", "teacher")
+    assert shared == 2 * shape.parameters + 4 * shape.embedding
+    assert part(planned(*given, "teacher.coef=0"), "learner", "teacher") == 0
+    rounded = planned(*given, "policy.dtype=bfloat16")
+    sizes = [one.size for one in rounded.processes[0].parts if one.name == "rounded weights"]
+    assert sizes == [2 * SHAPE.decoder, 2 * shape.decoder]
+
+
 def test_adapters_count_by_the_last_part_of_their_targets() -> None:
     def trained(*targets: str) -> float:
         plan = planned(

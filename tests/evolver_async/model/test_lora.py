@@ -42,7 +42,7 @@ from evolver_async.process.setup import RoleArgs
 from evolver_async.schema import Group, WeightId
 from evolver_async.weights import ends as channel
 from evolver_async.weights.lora_receiver import MergingReceiver, whole
-from evolver_async.weights.probe import separate
+from evolver_async.weights.probe import Probe, add, separate
 from evolver_async.weights.shm import ShmPublisher
 from learner.ranks.mesh import Ranks, join
 from learner.run.rank_server import Leader, follow
@@ -403,6 +403,15 @@ def test_an_engine_gives_the_log_probs_of_the_learner_after_every_update(
     assert published < 0.7 * sum(one.nbytes for one in policy.state_tensors(plain(tiny)).values())
     receiver.close()
     publisher.close()
+
+
+def test_a_probe_of_adapters_stays_beside_the_weights_that_they_are_merged_into(
+    tiny: Path,
+) -> None:
+    sent, adapters = Probe([1, 2, 3], [-0.5, -1.5]), policy.state_tensors(adapted(tiny))
+    settings = settings_of(tiny)
+    merged, found = separate(whole(add(adapters, sent), settings, "float32"))
+    assert found == sent and merged.keys() == whole(adapters, settings, "float32").keys()
 
 
 @pytest.mark.process

@@ -26,6 +26,7 @@ from evolver_async.weights.channel.interface import WeightsCorrupt, WeightsGone
 from evolver_async.weights.channel.snapshot import WeightSnapshot
 from evolver_async.weights.channel.weight_source import Part, WholeTensors
 from evolver_async.weights.shm import ShmPublisher, ShmReceiver
+from evolver_async.weights.snapshot_file import SnapshotFile
 
 
 def version(step: int, lineage: int = 1) -> WeightId:
@@ -159,6 +160,25 @@ def test_newest_and_retained_versions_are_kept(tmp_path: Path, background: bool)
     assert receiver.available() == [version(4), version(5)]
     sender.close()
     assert receiver.head() is None and receiver.available() == []
+
+
+def test_of_versions_that_wait_the_newest_and_the_retained_are_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin, commit = threading.Event(), SnapshotFile.commit
+
+    def late(snapshot: SnapshotFile, path: Path, totals: dict[str, int]) -> None:
+        begin.wait(DEADLINE_S)
+        commit(snapshot, path, totals)
+
+    monkeypatch.setattr(SnapshotFile, "commit", late)
+    sender = publisher(tmp_path, keep=2, background=True)
+    for step in range(5):
+        sender.publish(version(step), filled(step), retain=step == 1)
+    begin.set()
+    sender.wait()
+    assert ShmReceiver(sender.address).available() == [version(1), version(3), version(4)]
+    sender.close()
 
 
 def test_the_head_follows_a_new_lineage_with_a_smaller_step(tmp_path: Path) -> None:

@@ -335,21 +335,32 @@ def test_a_service_may_answer_a_batch_by_its_commit() -> None:
 class Full:
     """A service whose disk is full: nothing is done, and what it says of that promises nothing."""
 
+    full = True
+
     def handle(self, peer: str, request: messages.Lease, now: float) -> list[messages.Reply]:
-        credit = request.credit
-        return [messages.Retry(seconds=1.0) if credit else messages.Tickets(tickets=[])]
+        waits = request.credit and self.full
+        return [messages.Retry(seconds=1.0) if waits else messages.Tickets(tickets=[])]
 
     def commit(self) -> None:
-        raise Postponed
+        if self.full:
+            raise Postponed
 
     def tick(self, now: float) -> None: ...
 
 
 def test_what_promises_nothing_is_said_before_there_is_room() -> None:
-    router = RequestRouter(Full(), "run", 5.0)
-    for sender, credit in (("a", 1), ("b", 0)):
+    service = Full()
+    router = RequestRouter(service, "run", 5.0)
+
+    def asked(sender: str, credit: int) -> list[tuple[str, type]]:
         frames = pack(Envelope("run", sender, 0, 1, messages.Lease(credit=credit), "n"))
         router.receive(sender, [bytes(frame) for frame in frames], 0.0)
-    told = [(route, unpack(frames).message) for route, frames in router.settle(0.0)]
-    assert [(route, type(message)) for route, message in told] == [("a", messages.Retry)]
+        told = router.settle(0.0)
+        return [(route, type(unpack(frames).message)) for route, frames in told]
+
+    assert asked("b", 0) == []
+    assert asked("a", 1) == [("a", messages.Retry)]
     assert router.settle(0.0) == []
+    service.full = False
+    again = sorted(asked("a", 1))
+    assert again == [("a", messages.Tickets), ("b", messages.Tickets)], "it is no answer"

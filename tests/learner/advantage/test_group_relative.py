@@ -73,7 +73,7 @@ def test_every_estimator_matches_the_loop(kind, groups, std, alpha, length, seed
     seen = Seen(alpha, 0.25, log_weight_P.tolist(), length_P.tolist())
     expected = WITHOUT_CRITIC[kind](groups, seen, settings_)
     np.testing.assert_allclose(found_U, expected, rtol=1e-6, atol=1e-6)
-    assert kind == "reinforce" or baseline == 0.25
+    assert kind in ("reinforce", "reward_to_go") or baseline == 0.25
     assert unlabelled_groups(rewards) == sum(falls_back(group) for group in groups)
 
 
@@ -225,6 +225,16 @@ def test_reinforce_moves_its_baseline():
     advantage_P, baseline = reinforce(rewards, 0.5, decay=0.9)
     assert advantage_P.tolist() == [0.5, 2.5]
     assert baseline == pytest.approx(0.9 * 0.5 + 0.1 * 2.0)
+
+
+def test_reward_to_go_discounts_by_turns_and_moves_the_baseline_by_the_mean_return():
+    """The outcome has .5 more than its turns: it was given with the last one."""
+    rewards = rewards_of([[(3.5, [(1.0, 0), (0.0, 0), (2.0, 0)]), (1.0, [(1.0, 0)])]])
+    settings_ = AdvantageConfig(kind="reward_to_go", gamma_turn=0.5, baseline_decay=0.9)
+    given_ = EstimatorInput(0.0, 1.0, *(np.zeros(2),) * 3, np.zeros(4))
+    found_U, baseline = ESTIMATORS.of("reward_to_go")(rewards, given_, settings_)
+    np.testing.assert_allclose(found_U, [0.625, 0.25, 1.5, 0.0])
+    assert baseline == pytest.approx(0.9 + 0.1 * (1.625 + 1.25 + 2.5 + 1.0) / 4)
 
 
 @pytest.mark.parametrize("std", STDS)

@@ -188,3 +188,7 @@ def test_lag_is_counted_across_a_fork():
     for weights, lag in lags.items():
         past = weights.step > 4
         assert lag == Lag(2 + weights.step - 4 if past else 6 - weights.step, abandoned=past)
+    for group in groups:
+        group.head = WeightId(lineage=2, step=6)
+    again = lag_table(groups, WeightId(lineage=2, step=9), forks)
+    assert again == lags, "a repeated take has the lags of its first time"

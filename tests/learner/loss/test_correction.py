@@ -37,9 +37,11 @@ CLIPPED = [(kind, level) for kind, level in KINDS if kind not in UNCLIPPED]
 
 
 def draw(seed: int, tokens: int = 40) -> dict[str, torch.Tensor]:
+    """Log-probs of a step; some tokens have not moved since they were sampled."""
     generator = torch.Generator().manual_seed(seed)
     mu_N = -torch.rand(tokens, generator=generator, dtype=torch.float64) * 4
     anchor_N = mu_N + 0.4 * torch.randn(tokens, generator=generator, dtype=torch.float64)
+    anchor_N[5::8] = mu_N[5::8]
     theta_N = anchor_N + 0.4 * torch.randn(tokens, generator=generator, dtype=torch.float64)
     return {
         "theta_N": theta_N.requires_grad_(),
@@ -50,8 +52,11 @@ def draw(seed: int, tokens: int = 40) -> dict[str, torch.Tensor]:
 
 
 def advantage(seed: int, tokens: int = 40) -> torch.Tensor:
+    """Advantages of its tokens; some are 0."""
     generator = torch.Generator().manual_seed(seed + 1)
-    return torch.randn(tokens, generator=generator, dtype=torch.float64)
+    advantage_N = torch.randn(tokens, generator=generator, dtype=torch.float64)
+    advantage_N[7::8] = 0.0
+    return advantage_N
 
 
 def gradient(objective: torch.Tensor, theta_N: torch.Tensor) -> torch.Tensor:

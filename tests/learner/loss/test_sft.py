@@ -28,9 +28,10 @@ def test_sft_pulls_every_token_equally():
 
 
 def test_demonstrations_are_scored_as_written_and_rollouts_as_sampled():
-    kinds = ("sft", "world_model", "reflect", "rl", "dpo")
+    kinds = ("sft", "world_model", "reflect", "rl", "dpo", "kto", "reward_model")
     config = Config(stages=[StageConfig(kind=kind, steps=9) for kind in kinds])
     config.rollout.temperature = 0.5
     scored = Stages(config)
-    assert [scored(index).rollout.temperature for index in range(5)] == [1.0, 1.0, 1.0, 0.5, 0.5]
+    found = [scored(index).rollout.temperature for index in range(len(kinds))]
+    assert found == [1.0, 1.0, 1.0, 0.5, 0.5, 0.5, 0.5]
     assert config.rollout.temperature == 0.5

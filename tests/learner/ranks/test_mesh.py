@@ -30,9 +30,12 @@ from learner.run.rank_server import meeting
 
 pytestmark = pytest.mark.process
 
-KINDS = ("rl", "bounded", "distill", "vcpo", "sft", "dpo", "ppo", "apart", "apart_lora")
+KINDS = (
+    *("rl", "bounded", "distill", "teacher", "teacher_text", "vcpo", "sft", "dpo", "kto"),
+    *("reward_model", "ppo", "apart", "apart_lora"),
+)
 SHORT = ("bf16", "apart_bf16")
-RESUMED = ("rl", "ppo", "apart", "apart_lora")
+RESUMED = ("rl", "reward_model", "ppo", "apart", "apart_lora")
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
@@ -57,7 +60,8 @@ def test_two_ranks_have_the_losses_and_weights_of_one(name, world):
     directory, single = world
     both = read(directory / f"{name}-whole-0")
     assert_alike(both.rows, single[name].rows)
-    losses = [row.get("loss/policy") for row in both.rows]  # none without an update
+    named = "loss/reward_model" if name == "reward_model" else "loss/policy"
+    losses = [row.get(named) for row in both.rows]  # none without an update
     assert len(both.rows) == STEPS and len(set(losses)) == STEPS, "it must have trained"
     assert both.weights.keys() == single[name].weights.keys()
     for key, tensor in single[name].weights.items():

@@ -10,6 +10,7 @@ from small_models import SHAPE, TOKENIZER
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from actors.envs.bandit import Bandit
+from actors.envs.vocabulary import vocabulary_of
 from evolver_async.config import ConfigError
 from evolver_async.config.load import dump, load
 from evolver_async.model import policy
@@ -59,6 +60,29 @@ def test_a_context_longer_than_the_models_positions_is_refused(tmp_path: Path) -
     said = r"^policy\.max_length: is 1025, but the model has 1024 positions"
     with pytest.raises(ConfigError, match=said):
         prepare.main(longer)
+
+
+def test_a_teacher_is_compared_with_the_policy_before_a_start(tmp_path: Path) -> None:
+    made = {"hidden_size": 16, "layers": 1, "heads": 2, "intermediate_size": 32, "max_length": 1024}
+    own = vocabulary_of(load(None, ["stages.0.steps=1"]))
+    for name, words in (("other", [*own, "phoen"]), ("short", own)):
+        given = made if name == "other" else made | {"max_length": 1023}
+        policy.make_tiny(tmp_path / name, seed=0, words=words, **given)
+
+    def refused(*changes: str) -> str:
+        with pytest.raises(ConfigError) as caught:
+            prepare.main(arguments(tmp_path, f"policy.path={tmp_path / 'policy'}", *changes))
+        return str(caught.value)
+
+    assert refused(f"teacher.path={tmp_path / 'nowhere'}").startswith("teacher.path: ")
+    other = f"teacher.path={tmp_path / 'other'}"
+    assert refused(other, "teacher.divergence=jsd").startswith(
+        "teacher.divergence: must be reverse"
+    )
+    assert refused(f"teacher.path={tmp_path / 'short'}").startswith("teacher.path: ")
+    unheard = ("teacher={url: 'http://127.0.0.1:9/v1', model: m, retries: 0}", "launch.kind=local")
+    assert refused(*unheard).startswith("teacher.url: ")
+    prepare.main(arguments(tmp_path, f"policy.path={tmp_path / 'policy'}", other))
 
 
 def test_an_error_of_a_library_is_laid_to_the_model(

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from evolver_async.config import SelectionConfig
+from evolver_async.config.ablation import lines
 from evolver_async.config.load import load, stage_config
 from learner.data.selection import spread
 
@@ -32,7 +33,7 @@ def test_a_step_has_at_most_as_many_updates_as_selection_leaves_groups(
         assert stage_config(config, 0).learner.minibatches == kept
 
 
-@pytest.mark.parametrize("kind", ["sft", "world_model", "reflect", "dpo"])
+@pytest.mark.parametrize("kind", ["sft", "world_model", "reflect", "reward_model", "dpo", "kto"])
 def test_a_stage_without_selection_makes_as_many_updates_as_it_has_groups(kind: str) -> None:
     arguments = [
         f"stages=[{{kind: {kind}, steps: 10}}]",
@@ -65,10 +66,20 @@ def test_a_supervised_stage_can_change_what_it_reads() -> None:
     assert stage_config(config, 0).safety.max_reward == 9
 
 
-def test_a_dpo_stage_can_change_what_it_reads() -> None:
-    changes = "loss: {dpo_beta: 0.2, dpo_nll_coef: 1, entropy_top_k: 4}, selection: {max_empty: 9}"
-    config = load(None, [f"stages=[{{kind: dpo, steps: 1, override: {{{changes}}}}}]"])
-    assert stage_config(config, 0).selection.max_empty == 9
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        ("dpo", "loss: {dpo_beta: 0.2, dpo_nll_coef: 1, entropy_top_k: 4, mask_truncated: true}"),
+        ("kto", "loss: {kto_beta: 0.2, kto_desirable: 2, mask_truncated: true}"),
+        ("reward_model", "loss: {mask_truncated: true}, reward_model: {centre_coef: 0.1}"),
+    ],
+)
+def test_a_stage_of_preferences_can_change_what_it_reads(kind: str, changes: str) -> None:
+    changes = f"{changes}, selection: {{max_empty: 9}}, rollout: {{temperature: 0.7}}"
+    config = load(None, [f"stages=[{{kind: {kind}, steps: 1, override: {{{changes}}}}}]"])
+    staged = stage_config(config, 0)
+    assert staged.selection.max_empty == 9 and staged.loss.mask_truncated
+    assert not [line for line in lines(config) if "override" in line]
 
 
 @pytest.mark.parametrize(
