@@ -897,6 +897,7 @@ def test_the_judge_sees_the_task_and_every_ending_of_a_large_group() -> None:
 
     asked, cut = question([[attempt(number)] for number in range(16)], 24_000)
     assert asked.count("FINAL ANSWER") == 16 and asked.count("END OF TASK") == 1
+    assert asked.count("reasoning " * 40) == 16, "endings have room first"
     assert cut > 0 and len(asked) < 30_000
     for part in asked.split("goes on with:")[1:]:
         assert "assistant: think think" in part and 'think think "' in part

@@ -509,3 +509,6 @@ def test_a_call_is_forced_in_json_in_tags_alone(family: str) -> None:
         recorder.begin(forced._replace(messages=more))
     again = recorder.begin(forced._replace(messages=more, forced=None))
     assert again.merged, "the refused call holds nothing"
+    recorder.abandon(again)
+    bare = chat_form.decode(json.dumps({"messages": ASK}).encode())._replace(messages=more)
+    assert not recorder.begin(bare).merged, "its prompt lists other tools"

@@ -54,6 +54,8 @@ def test_a_reply_without_the_number_is_wrong(reply: str) -> None:
 def test_a_tolerance_is_relative() -> None:
     assert answers.number("3.14", "3.14159") == 0.0
     assert answers.number("3.14", "3.14159", tolerance=1e-3) == 1.0
+    assert answers.number("90", "100", tolerance=0.1) == 1.0
+    assert answers.number("100", "90", tolerance=0.1) == 0.0, "it is that of the answer"
 
 
 @given(st.text(max_size=60))

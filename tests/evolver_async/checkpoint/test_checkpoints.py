@@ -57,6 +57,22 @@ def test_the_newest_checkpoint_is_loaded_with_what_was_saved(tmp_path: Path) -> 
     assert set(manifest.files) == {"model.bin", "deep/er/state.json"}
 
 
+def test_every_file_and_directory_of_a_checkpoint_is_synced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fsync, synced = os.fsync, set[Path]()
+
+    def watched(descriptor: int) -> None:
+        synced.add(Path(os.readlink(f"/proc/self/fd/{descriptor}")))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", watched)
+    made = save(tmp_path / "c", 1, writer("1"), run_id="run", keep=1)
+    written = tmp_path / "c" / f"{TEMPORARY}{made.name}"  # its name until all of it is on disk
+    content = {written / path.relative_to(made) for path in made.rglob("*")}
+    assert synced == {tmp_path, tmp_path / "c", written, *content}
+
+
 def test_a_checkpoint_that_is_being_written_shows_its_progress(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

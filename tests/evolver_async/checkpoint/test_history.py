@@ -31,7 +31,7 @@ from evolver_async.cli import main
 from evolver_async.config import PolicyConfig, TasksConfig
 from evolver_async.config.load import dump, load
 from evolver_async.launch.forking import _start_anew, fork
-from evolver_async.launch.resumption import choose, resume
+from evolver_async.launch.resumption import check_continues, choose, resume
 from evolver_async.launch.run_directory import config_of
 
 pytestmark = pytest.mark.process
@@ -305,6 +305,8 @@ def test_a_finished_run_says_how_it_can_go_on(
     copied = directory / finished.name / "checkpoints"
     awaiting = [one for one, _ in valid(copied) if history.numbers(one)["pending"]][-1]
     assert history.numbers(awaiting)["finished"], "it waits for its last evaluation alone"
+    config = load(finished / "config.yaml")
+    check_continues(finished, config, config, history.numbers(awaiting))  # which a resume awaits
     for one, _ in valid(copied):
         (one / history.EVALUATION).unlink(missing_ok=True)
     history.note(awaiting, CheckpointEvaluation(success=1.0, episodes=4, digest="last"))

@@ -4,7 +4,7 @@ import pytest
 from refusals import STEPS, refusal
 
 from evolver_async.config import Config, ConfigError
-from evolver_async.config.load import concurrent_members, load, stage_config
+from evolver_async.config.load import load, stage_config
 
 
 def test_a_stage_override_holds_for_that_stage_alone() -> None:
@@ -23,13 +23,6 @@ def test_a_stage_may_have_shorter_contexts_than_the_run() -> None:
     stages = "stages=[{steps: 3, override: {policy: {max_length: 512}}}, {steps: 5}]"
     config = load(None, [stages, "policy.max_length=768"])
     assert [stage_config(config, index).policy.max_length for index in (0, 1)] == [512, 768]
-
-
-def test_a_stage_with_smaller_groups_is_played_as_wide_as_the_run() -> None:
-    stages = ", ".join(f"{{steps: 1, override: {{rollout: {{group_size: {n}}}}}}}" for n in (2, 8))
-    arguments = [f"stages=[{{steps: 1}}, {stages}]", "rollout.group_size=4"]
-    assert concurrent_members(load(None, [*arguments, "actors.groups=3"])) == [12, 12, 24]
-    assert concurrent_members(load(None, [*arguments, "actors.groups=1"])) == [8, 8, 8]
 
 
 def test_an_empty_mapping_empties_one_of_free_keys() -> None:

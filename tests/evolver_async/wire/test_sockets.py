@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import errno
+import itertools
 import logging
 import os
 import re
@@ -37,6 +38,7 @@ from evolver_async.schema import (
 from evolver_async.wire import client as transport_client
 from evolver_async.wire import curve
 from evolver_async.wire.addresses import beside
+from evolver_async.wire.bundles import BUNDLE_BYTES, Bundles
 from evolver_async.wire.client import Client, Rejected
 from evolver_async.wire.dealer import DealerClient
 from evolver_async.wire.envelope import LIMITS, Envelope, pack, unpack
@@ -65,6 +67,7 @@ from evolver_async.wire.messages import (
 )
 from evolver_async.wire.router import BUNDLE
 from evolver_async.wire.server import BATCH_S, Server
+from evolver_async.wire.trajectory_bytes import Parcel
 
 TASK = Task(task_id="t/0", env="t", split="train", map_seed=0)
 
@@ -213,6 +216,17 @@ def test_members_that_finish_together_travel_together(directory: Path) -> None:
     assert {type(reply) for reply in replies} == {Ack}
     assert sorted(store.pushed) == list(range(BUNDLE + 4))
     assert messages[:2] == [BUNDLE, 4] and sum(messages[2:]) == 2
+
+
+def test_a_bundle_has_no_more_bytes_than_it_may() -> None:
+    bundles, sender = Bundles(), Envelope("run", "a", 0, 0, StatusRequest())
+    for number, quarters in enumerate((2, 2, 1, 5, 1, 3, 1)):
+        bundles.add(number, Parcel(bytes(quarters * BUNDLE_BYTES // 4), 0))
+    made = [
+        [4 * len(part) // BUNDLE_BYTES for part in parts]
+        for _, *parts in bundles.empty(sender, itertools.count(100))
+    ]
+    assert made == [[2, 2], [1], [5], [1, 3], [1]]
 
 
 def test_a_faulty_member_of_a_bundle_harms_no_other(directory: Path) -> None:

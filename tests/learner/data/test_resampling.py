@@ -163,3 +163,12 @@ def test_inverse_draws_follow_one_over_the_penalty():
             [fifth, [CALL, CLEAN], whole, [CLEAN]], [1.0, 1.0, 1.0, 0.0], group_id
         )
         assert 1 in members_of(resampled(group, members=2, draw="inverse", seed=1))
+    clean = np.zeros(2)
+    for group_id in range(200):
+        flags = [[CALL, CLEAN], [CALL, CLEAN], whole, [CLEAN]]
+        group = flagged_group(flags, [1.0, 1.0, 1.0, 0.0], group_id)
+        (kept,) = [
+            m for m in members_of(resampled(group, members=2, draw="inverse", seed=1)) if m < 3
+        ]
+        clean[kept] += 1
+    assert clean.min() > 70, "those without a penalty are drawn alike"
