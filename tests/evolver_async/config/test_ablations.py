@@ -249,7 +249,8 @@ STEP = "learner.minibatches=1"
         (["correction={kind: cispo, w_max: 3}", "loss.clip_high=0.3"], "loss.clip_high"),
         (["critic={lr: 0.1}"], "critic.lr"),
         (["teacher={coef: 2, top_k: 4}"], "teacher.top_k, teacher.coef"),
-        (["teacher={path: t, beta: 0.3, model: m}"], "teacher.beta, teacher.model"),
+        (["teacher={path: t, beta: 0.3}"], "teacher.beta"),
+        (["teacher={path: t, model: m, top_k: 4}"], "teacher.model, teacher.top_k"),
         (["teacher={path: t, coef: 0, divergence: jsd}"], "teacher.path, teacher.divergence"),
         (["safety.rollback={loss: {boost: 0.6}}"], "safety.rollback"),
         (
