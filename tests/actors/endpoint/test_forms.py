@@ -142,7 +142,7 @@ def test_the_beginning_of_an_answer_is_given_and_its_rest_sampled() -> None:
 
 
 def test_several_choices_are_answers_of_one_prompt_each_trained_once() -> None:
-    engine = Scripted("one", "two", "three")
+    engine = Scripted("one", "two", "three", "four", "five")
 
     async def player(client: Client) -> float:
         found = await client.chat.completions.create(model="m", messages=ASK, n=2)  # type: ignore[arg-type]
@@ -153,10 +153,22 @@ def test_several_choices_are_answers_of_one_prompt_each_trained_once() -> None:
         with pytest.raises(openai.BadRequestError) as refused:
             await ask(client, ASK, n=3)
         assert refused.value.code == "max_turns"
+        engine.hold.clear()
+        fourth = asyncio.create_task(ask(client, ASK))
+        while len(engine.requests) < 4:
+            await asyncio.sleep(0.001)
+        beyond = asyncio.create_task(ask(client, ASK, n=2))
+        while not beyond.done() and len(engine.requests) < 5:
+            await asyncio.sleep(0.001)
+        engine.hold.set()
+        with pytest.raises(openai.BadRequestError):
+            await beyond
+        await fourth
         return 0.5
 
     trajectory = run(player, engine, max_turns=5).one
-    assert sampled(trajectory) == ["one", "two", "three"] and len(trajectory.sequences) == 2
+    assert sampled(trajectory) == ["one", "two", "three", "four"], "none of both choices"
+    assert len(trajectory.sequences) == 3
     assert engine.requests[0].tokens == engine.requests[1].tokens
     assert engine.requests[0].seed != engine.requests[1].seed
     assert_seen_is_trained(trajectory, engine)
