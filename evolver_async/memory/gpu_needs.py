@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from evolver_async.config import Config
-from evolver_async.config.load import stage_config
+from evolver_async.config.load import stage_as_written
 from evolver_async.config.sections.weight_channel import channel, versions_kept
 from evolver_async.config.shape import shape_of
 from evolver_async.config.values.config_error import ConfigError
@@ -81,7 +81,7 @@ def gpu_demands(config: Config, shape: Shape, totals: Sequence[float]) -> Iterat
 def _learner_bytes(config: Config, shape: Shape) -> float:
     """Return what one rank holds at least."""
     held = training_bytes(config, shape) / config.learner.ranks + activation_bytes(config, shape)
-    stages = [stage_config(config, index) for index in range(len(config.stages))]
+    stages = [stage_as_written(config, index) for index in range(len(config.stages))]
     if (teacher := largest_teacher(stages)) is not None:
         held += teacher.parameters * DTYPE_BYTES[config.policy.decided_dtype] / config.learner.ranks
     if not config.policy.lora.rank and channel(config) == "cuda_ipc":
