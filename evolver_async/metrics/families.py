@@ -14,17 +14,8 @@ AXES = (STEP, ENV_STEPS, TOKENS, SECONDS, CLOCK)
 FAMILIES: dict[str, tuple[str, ...]] = {
     STEP: (
         *("train", "staleness", "offpolicy", "offpolicy_guided", "offpolicy_unguided", "loss"),
-        *(
-            "learner",
-            "critic",
-            "dpo",
-            "kto",
-            "selection",
-            "overlong",
-            "boost",
-            "advantage",
-            "histogram",
-        ),
+        *("learner", "critic", "dpo", "kto", "selection", "overlong", "boost", "advantage"),
+        *("histogram", "teacher", "serve"),
         *("safety", "alarm", "buffer", "actors", "censor", "weights", "wandb", "trajectories"),
         *("guidance", "offpolicy_swapped", "env", "engine", "player", "reward_model"),
         *(f"lag_{bucket}" for bucket in ("0", "1", "2", "3-4", "5-8", "9+")),
