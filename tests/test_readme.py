@@ -48,6 +48,7 @@ def test_make_recipes_trains_what_the_documents_say(monkeypatch: pytest.MonkeyPa
     others = {name for name in listed if name.startswith("agentevolver")}
     others |= {"frozen_lake", "workshop", "own", "arithmetic"}  # with figures of their own
     others |= {"self_play"}  # whose success is no measure of play
+    others |= {"distill"}  # whose teacher another run makes
     assert {"starpo_s", "agentevolver", "dpo"} <= listed
     assert listed - others == marked
     for mark in recipes.MARKS:
