@@ -302,7 +302,7 @@ class Worker:
         """Run a ticket's episodes by script, by an agent or by the engine."""
         setting, stage = self.settings[ticket.stage], self.config.stages[ticket.stage]
         renderer = self.renderers[ticket.stage]
-        if ticket.kind == "demo" and renderer is not None and not ticket.task.reference:
+        if ticket.kind == "demo" and renderer is not None and ticket.task.origin == "recorded":
             deliver_row(ticket, setting, renderer, stage.kind, progress, deliver)
         elif ticket.kind == "demo":
             await demonstrate_group(ticket, setting, stage.expert_fraction, progress, deliver)

@@ -96,8 +96,9 @@ class Task(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True
     hashes into `split`, so the same map never appears in two splits. `reference` is a solution, if
     one is known. `query` is the request, if the environment does not state it itself. A task of a
     user's own rows has the chat messages of its `prompt` ({"role", "content"}, the last one from
-    the user), and in `row` all columns of the row, which rewards read. A numbered task has an id
-    such as "frozen_lake/train/17", here with the map seed 17.
+    the user), and in `row` all columns of the row, which rewards read. One that is `recorded` is a
+    row to learn from, and `query` what is wrong with it. A numbered task has an id such as
+    "frozen_lake/train/17", here with the map seed 17.
     """
 
     task_id: str
@@ -105,7 +106,7 @@ class Task(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True
     split: str
     map_seed: int
     params: dict[str, Any] = {}
-    origin: Literal["original", "synthetic"] = "original"
+    origin: Literal["original", "synthetic", "recorded"] = "original"
     reference: list[str] | None = None
     query: str = ""
     prompt: list[dict[str, Any]] = []

@@ -28,7 +28,7 @@ from learner.advantage.shaped_rewards import rewards_of
 from learner.data.batch import Batch, Minibatch, Values
 from learner.data.collate import Collator
 from learner.data.players import groups_by_player
-from learner.data.selection import Selected, advantage_scale, labelled, pairs, select, trainable
+from learner.data.selection import Selected, advantage_scale, pairs, select, trainable
 from learner.diagnostics.measure import Credit, StepResult, Trained
 from learner.diagnostics.stop_rules import BadSteps
 from learner.loss.bradley_terry import BradleyTerry
@@ -130,10 +130,8 @@ class Updater(Models):
             chosen = select(split, stage.selection, seed=self.config.run.seed)
         elif kind in PAIRED:
             chosen = pairs(split, stage.selection.by, masked=stage.loss.mask_truncated)
-        elif kind == "kto":
-            chosen = labelled(split, masked=stage.loss.mask_truncated)
         else:
-            chosen = trainable(split)
+            chosen = trainable(split, masked=kind == "kto" and stage.loss.mask_truncated)
         if not chosen.groups:
             return Trained(kind, groups, split, chosen)
         whole = kind in PAIRED

@@ -130,7 +130,6 @@ class ConversationRenderer:
         try:
             before = rendered(messages[:place], True)
             after = rendered(messages[: place + 1], False)
-            behind = rendered(messages[: place + 2], False)
             if after.startswith(before):
                 turn = after[len(before) :]
             else:  # it changes what stands before it: harmony's drops a thought before its answer
@@ -138,11 +137,12 @@ class ConversationRenderer:
                 turn = alone.removeprefix(rendered([ASKED], True))
                 if turn == alone:
                     raise ValueError("it writes no turn of the assistant behind its own opening")
+            if (end := self._chat.end_of(turn)) is not None:
+                return before, turn[:end]
+            # what ends a turn can be the head of the message behind it
+            behind = rendered(messages[: place + 2], False)
         except Exception as error:  # templates raise exceptions of any kind
             raise RowLeftOut("the chat template refuses it", str(error)) from None
-        if (end := self._chat.end_of(turn)) is not None:
-            return before, turn[:end]
-        # what ends a turn can be the head of the message behind it
         rest = behind[len(after) :] if behind.startswith(after) else ""
         ends = self._chat.mark(rest) in self._chat.stop_tokens
         return before, turn + (rest[: self._chat.end_of(rest)] if ends else "")

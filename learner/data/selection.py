@@ -185,7 +185,7 @@ def pairs(groups: list[Group], by: str = "reward", *, masked: bool = False) -> S
     return Selected(kept, filtered)
 
 
-def labelled(groups: list[Group], *, masked: bool = False) -> Selected:
+def trainable(groups: list[Group], *, masked: bool = False) -> Selected:
     """Reduce each group to the members that train by themselves; reasons as of `pairs`."""
     kept: list[Group] = []
     filtered: dict[str, list[int]] = {}
@@ -197,13 +197,6 @@ def labelled(groups: list[Group], *, masked: bool = False) -> Selected:
             why = "no_tokens" if whole else TRUNCATED
             filtered.setdefault(why, []).append(group.group_id)
     return Selected(kept, filtered)
-
-
-def trainable(groups: list[Group]) -> Selected:
-    """Leave out groups without a token to train: rows that could not be learnt."""
-    kept = [group for group in groups if any(map(_trains, group.trajectories))]
-    left = [group.group_id for group in groups if not any(map(_trains, group.trajectories))]
-    return Selected(kept, {"no_tokens": left} if left else {})
 
 
 def _trains(trajectory: Trajectory) -> bool:

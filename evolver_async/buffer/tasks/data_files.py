@@ -65,17 +65,22 @@ class DataTasks:
         return self.rows.where(self.rows.index(split, number))
 
     def task(self, split: Split, number: int) -> Task:
-        """Make the task of a row; one that is not JSON, or no object, has the problem as text."""
+        """Make the task of a row; one that is no object in JSON, or holds what the wire does not
+        carry, has the problem as text instead."""
         index = self.rows.index(split, number)
         try:
-            row, problem = self.rows.row(index), ""
-            if not isinstance(row, dict):
-                row, problem = {}, "is no object"
-        except ValueError as error:
+            row = self.rows.row(index)
+            problem = row_files.not_plain(row) if isinstance(row, dict) else "is no object"
+        except (ValueError, RecursionError) as error:
             row, problem = {}, str(error)
-        task_id = self.rows.where(index)
         return Task(
-            task_id=task_id, env=self.env, split=split, map_seed=index, row=row, query=problem
+            task_id=self.rows.where(index),
+            env=self.env,
+            split=split,
+            map_seed=index,
+            origin="recorded",
+            query=problem,
+            row={} if problem else row,
         )
 
     def examples(self, split: Split) -> list[Task]:
@@ -103,9 +108,21 @@ def data_rows(data: DataConfig) -> Rows:
     revision = ""
     if not path.exists():
         revision = row_tables.revision_of(AT, data.path, data)
-    files = tuple(row_files.files_of(AT, data.path))
+    named = row_files.files_of(AT, data.path)
+    # of several files those that name another split do not train; one alone is what was asked for
+    files = tuple(file for file in named if len(named) == 1 or _trains(Path(file)))
+    if not files:
+        raise ConfigError(f"{AT}: {path}: has no file to learn from, only {', '.join(named)}")
     states = tuple(row_files.state_of(Path(file)) for file in files)
-    return _read(files, states, tuple(data.columns.items()), revision, data.subset)
+    rows = _read(files, states, tuple(data.columns.items()), revision, data.subset)
+    if not rows.meta.counts.get("train"):
+        raise ConfigError(f"{AT}: {path}: has no rows to learn from, none of a split train")
+    return rows
+
+
+def _trains(path: Path) -> bool:
+    matched = row_files.OF_SPLIT.match(path.name)
+    return matched is None or row_files.NAMES_OF_SPLITS[matched[1]] == "train"
 
 
 @lru_cache(maxsize=8)
@@ -124,7 +141,7 @@ def _read(
         _copy(lines, Path(held.name), [*first[1]])
         return Rows(Path(held.name), held)
     settings = row_files.ReadAs(columns=columns, subset=subset)
-    return row_files.read(tuple((AT, file, "train") for file in files), _, settings, revision)
+    return row_files.read(tuple((AT, file, None) for file in files), _, settings, revision)
 
 
 def _copy(files: list[Path], directory: Path, columns: list[str]) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from itertools import takewhile
 from typing import Any, NamedTuple
 
+from evolver_async.config.sections.run import PAIRED
 from evolver_async.files import parsed
 
 USUAL = {  # columns by what they hold, if `data.columns` does not name them
@@ -70,7 +71,7 @@ def examples_of(row: Mapping[str, Any], kind: str, columns: Mapping[str, str]) -
             raise ValueError(f"column {column}: must be a text that is not empty")
         return [RowExample([], [], text=row[column])]
     tools = _tools(row, columns)
-    if kind in ("dpo", "reward_model"):
+    if kind in PAIRED:
         sides = [_messages(row, name, columns) for name in ("chosen", "rejected")]
         prompt = _prompt(row, columns)
         if prompt is None:  # both are whole conversations, and begin alike
@@ -91,11 +92,8 @@ def examples_of(row: Mapping[str, Any], kind: str, columns: Mapping[str, str]) -
             raise ValueError(f"column {columns.get('label', 'label')}: must be true or false")
         reward = float(label)
     if _column(row, "messages", columns):
-        messages = _messages(row, "messages", columns)
-        learnt = [one._replace(learnt=one.learnt and one.role == "assistant") for one in messages]
-        if not any(one.learnt for one in learnt):
-            raise ValueError("has no message of the assistant to learn")
-        return [RowExample(learnt, tools, reward)]
+        messages = _after([], _messages(row, "messages", columns), "messages")
+        return [RowExample(messages, tools, reward)]
     completion = _messages(row, "completion", columns)
     prompt = _prompt(row, columns)
     if prompt is None:
@@ -132,7 +130,7 @@ def _messages(
         if isinstance(value, str) and name != "messages":
             if not value.strip():
                 raise ValueError("is empty")
-            return [RowMessage(role, value, learnt=True)]
+            return [RowMessage(role, value, learnt=role == "assistant")]
         if isinstance(value, dict):
             value = [value]
         if not isinstance(value, list) or not value:
@@ -144,10 +142,9 @@ def _messages(
 
 def _after(prompt: list[RowMessage], answer: list[RowMessage], name: str) -> list[RowMessage]:
     """Join a prompt, of which nothing is learnt, and an answer."""
-    if not any(one.role == "assistant" and one.learnt for one in answer):
+    if not any(one.learnt for one in answer):
         raise ValueError(f"column {name}: has no message of the assistant to learn")
-    shown = [one._replace(learnt=False) for one in prompt]
-    return shown + [one._replace(learnt=one.learnt and one.role == "assistant") for one in answer]
+    return [one._replace(learnt=False) for one in prompt] + answer
 
 
 def message_of(value: Any, number: int) -> RowMessage:

@@ -135,6 +135,8 @@ def ingest(
 def _rows(paths: list[Path]) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield every row with its file and place."""
     for path in paths:
+        if not path.exists():
+            raise ConfigError(f"{path}: No such file or directory")
         for name in row_files.files_of("FILES", str(path)):
             for part in row_files.parts_of("FILES", Path(name)):
                 for number, row, _ in part.records:

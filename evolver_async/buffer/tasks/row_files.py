@@ -311,7 +311,7 @@ class _Writer:
         chosen = part.split or ""
         for number, row, line in part.records:
             if not FLAT.issuperset(map(type, row.values())):
-                problem = _not_plain(row)
+                problem = not_plain(row)
                 if problem:
                     refuse(where, word, number, problem)
             try:
@@ -365,15 +365,15 @@ class _Writer:
 
     def _either(self, row: dict[str, Any], split: str) -> tuple[str, Split]:
         """Note a row of `data`: a conversation, or a task of an environment. The first row decides
-        for all of them."""
+        for all of them. A row of no named split trains."""
         if not self.names:
             self.settings = replace(
                 self.settings, spoken=is_conversation(row, dict(self.settings.columns or ()))
             )
         if not self.settings.spoken:
-            return self._task(row, split)
+            return self._task(row, split or "train")
         self.names.append(len(self.names))
-        return "", NAMES_OF_SPLITS[split]
+        return "", NAMES_OF_SPLITS[split or "train"]
 
     def _task(self, row: dict[str, Any], split: str) -> tuple[str, Split]:
         """Note a row that is a task of an environment; return its environment and its split."""
@@ -450,7 +450,7 @@ class _Writer:
         raise IndexError(index)
 
 
-def _not_plain(row: dict[str, Any]) -> str:
+def not_plain(row: dict[str, Any]) -> str:
     """Return the problem of a value that the wire does not carry, "" if there is none."""
     for column, value in row.items():
         if type(value) is int and not -(1 << 63) <= value < 1 << 64:

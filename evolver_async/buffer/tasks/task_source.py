@@ -92,6 +92,11 @@ class TaskSource:
         """Return the rows that a split's tasks are made of, None if they are numbered."""
         return self.data if split == "train" and self.data is not None else self.given
 
+    @cached_property
+    def held_out(self) -> "TaskSource":
+        """The source of evaluations, which know nothing of rows to learn from."""
+        return self if self.data is None else replace(self, data=None)
+
     def part(self, number: int) -> MixturePart:
         """The environment of the task of this number.
 
@@ -150,6 +155,6 @@ def _numbered(source: TaskSource, split: Split, number: int) -> Task:
 
     A repeated task of a file gets another name: the name is the key of its dynamics.
     """
-    task = source.task(split, number)
+    task = source.held_out.task(split, number)
     again = number // source.given.count(split) if source.given is not None else 0
     return msgspec.structs.replace(task, task_id=f"{task.task_id}/{again}") if again else task

@@ -29,6 +29,8 @@ def limits(config: Config, index: int) -> Iterator[tuple[str, str]]:
         yield f"{where}.epochs", "counts passes over the rows of data.path: set it, or steps"
     if stage.epochs and stage.steps:
         yield f"{where}.epochs", f"must be 0: {where}.steps is {stage.steps}"
+    if rows and config.safety.max_reward < 1:
+        yield "safety.max_reward", f"must be at least 1: rows of {where} have rewards of 1 and 0"
     if stage.kind == "text" and not rows:
         yield f"{where}.data.path", "must name rows: a stage of kind text learns texts of files"
     for name in config.data.columns if rows else ():

@@ -4,11 +4,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+import datasets
+import msgspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from evolver_async.buffer.stages import numbers_of, source_of
+from evolver_async.buffer.stages import eval_sets_of, numbers_of, source_of
 from evolver_async.buffer.tasks import data_files
 from evolver_async.buffer.tasks.data_files import DataTasks, check_examples, data_rows, data_tasks
 from evolver_async.buffer.tasks.examples import RowCall, RowMessage, examples_of
@@ -17,6 +19,7 @@ from evolver_async.buffer.tasks.stream import TaskStream
 from evolver_async.config import ConfigError, DataConfig
 from evolver_async.config.load import load, stage_config
 from evolver_async.launch import creation
+from evolver_async.schema import Task
 
 ASKED = {"role": "user", "content": "a?"}
 SAID = {"role": "assistant", "content": "b"}
@@ -150,6 +153,47 @@ def test_a_table_has_the_same_rows(tmp_path: Path) -> None:
     found = [tasks.task("train", number) for number in range(2)]
     assert [learnt(task.row)[0][1][0] for task in found] == ["b", "c"]
     assert found[1].task_id == f"{path}, row 2"
+
+
+def test_rows_of_other_splits_do_not_train(tmp_path: Path) -> None:
+    for kind in ("jsonl", "parquet"):
+        folder = tmp_path / kind
+        folder.mkdir()
+        for name in ("train-0", "test", "validation-1"):
+            row = CHAT | {"n": name}
+            if kind == "jsonl":
+                (folder / f"{name}.jsonl").write_text(json.dumps(row))
+            else:
+                pq.write_table(pa.Table.from_pylist([row]), folder / f"{name}.parquet")
+        tasks = tasks_of(folder)
+        assert [tasks.task("train", n).row["n"] for n in range(tasks.count("train"))] == ["train-0"]
+        assert tasks_of(folder / f"test.{kind}").count("train") == 1, "it was asked for"
+        (folder / f"train-0.{kind}").unlink()
+        with pytest.raises(ConfigError, match=r"^data\.path: "):
+            tasks_of(folder)
+    splits = {name: datasets.Dataset.from_list([CHAT | {"n": name}]) for name in ("train", "test")}
+    datasets.DatasetDict(splits).save_to_disk(tmp_path / "set")
+    tasks = tasks_of(tmp_path / "set")
+    assert tasks.count("train") == 1 and tasks.task("train", 0).row["n"] == "train"
+
+
+def test_what_the_wire_does_not_carry_is_left_out_by_name(tmp_path: Path) -> None:
+    path, deep = tmp_path / "d.jsonl", "[" * 40 + "]" * 40
+    rows = [json.dumps(CHAT), json.dumps(CHAT | {"n": 1 << 70}), f'{{"messages": [], "n": {deep}}}']
+    path.write_text("\n".join(rows))
+    tasks = tasks_of(path)
+    found = [tasks.task("train", number) for number in range(3)]
+    assert [bool(task.query) for task in found] == [False, True, True]
+    for task in found:
+        assert msgspec.msgpack.decode(msgspec.msgpack.encode(task), type=Task) == task
+
+
+def test_evaluations_of_a_training_split_know_no_rows(tmp_path: Path) -> None:
+    path = tmp_path / "d.jsonl"
+    path.write_text(json.dumps(CHAT))
+    stages = f"stages=[{{kind: sft, epochs: 1, data: {{path: {path}}}}}]"
+    staged = stage_config(load(None, [stages, "eval.sets={seen: {split: train, tasks: 2}}"]), 0)
+    assert [task.origin for task in eval_sets_of(staged)["seen"].examples()] == ["original"]
 
 
 def test_rows_of_an_environment_are_its_tasks(tmp_path: Path) -> None:

@@ -60,6 +60,12 @@ def test_each_file_holds_what_its_stage_learns(tmp_path: Path) -> None:
     assert [messages_of(row["prompt"])[-1]["content"] for row in tasks] == ["a?", "c?"]
 
 
+def test_a_file_that_is_missing_is_looked_for_nowhere_else(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"missing\.jsonl"):
+        ingest([tmp_path / "missing.jsonl"], tmp_path / "out")
+    assert not [*tmp_path.iterdir()]
+
+
 @pytest.mark.parametrize("value", ["maybe", [1], None])
 def test_an_outcome_without_meaning_is_refused_and_nothing_is_left(
     tmp_path: Path, value: Any

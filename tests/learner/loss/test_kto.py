@@ -17,7 +17,7 @@ from evolver_async.config.load import stage_config
 from evolver_async.model import policy
 from evolver_async.schema import Role, TurnFlag
 from learner.data.collate import Lag, collate
-from learner.data.selection import labelled
+from learner.data.selection import trainable
 from learner.loss.accounting import Accounting
 from learner.loss.kto import KtoLoss, mismatched
 from learner.state import LearnerState
@@ -39,7 +39,7 @@ def test_members_that_cannot_train_are_left_out_and_all_others_kept():
     for one in cut.trajectories:
         one.turn_flags[-1] = TurnFlag.CUT
     silent.trajectories[0].sequences[0].roles[:] = Role.PROMPT
-    chosen = labelled([whole, cut, silent], masked=True)
+    chosen = trainable([whole, cut, silent], masked=True)
     assert [len(group.trajectories) for group in chosen.groups] == [2]
     assert chosen.filtered == {"truncated": [1], "no_tokens": [2]}
 
