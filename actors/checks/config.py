@@ -162,6 +162,8 @@ def _environments(
     for index, stage in enumerate(config.stages):
         staged = stage_config(config, index)
         source = source_of(staged)
+        if source.data is not None:
+            _check_form(index, stage.kind, source.data)
         if isinstance(source.data, DataTasks):
             check_examples(source.data, stage.kind)
             continue
@@ -169,6 +171,18 @@ def _environments(
             with placed(source, task):
                 env = base.make_env(task.env, task.params)
             yield index, stage, staged, source, task, env
+
+
+def _check_form(index: int, kind: str, data: DataTasks | GivenTasks) -> None:
+    """Refuse conversations for a stage that plays, and tasks for one that does not."""
+    spoken, played = isinstance(data, DataTasks), kind in BRANCHED
+    if spoken and played:
+        problem = "plays tasks of an environment, and these rows are conversations"
+    elif not spoken and not played and kind != "sft":
+        problem = "learns conversations, and these rows are tasks of an environment"
+    else:
+        return
+    raise ConfigError(f"data.path: stages[{index}].kind: {kind} {problem}")
 
 
 def _check_evaluated(config: Config, probed: set[str]) -> None:

@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from actors.checks.config import check
 from evolver_async.buffer.stages import eval_sets_of, numbers_of, source_of
 from evolver_async.buffer.tasks import data_files
 from evolver_async.buffer.tasks.data_files import DataTasks, check_examples, data_rows, data_tasks
@@ -240,3 +241,22 @@ def test_a_run_keeps_its_rows_and_counts_its_epochs_in_steps(
     staged = stage_config(load(run_dir / "config.yaml"), 0)
     assert data_rows(staged.data).directory.parent == run_dir
     assert source_of(staged).task("train", 6).task_id == f"{path}, line 7"
+
+
+@pytest.mark.parametrize(
+    ("kind", "row"),
+    [
+        ("world_model", CHAT),
+        ("reflect", CHAT),
+        ("dpo", {"seed": 1, "reference": ["up"]}),
+        ("kto", {"seed": 1, "reference": ["up"]}),
+    ],
+)
+def test_rows_of_a_form_that_a_stage_cannot_learn_are_refused(
+    tmp_path: Path, kind: str, row: dict[str, Any]
+) -> None:
+    path = tmp_path / "d.jsonl"
+    path.write_text(json.dumps(row))
+    config = load(None, [f"stages=[{{kind: {kind}, steps: 1, data: {{path: {path}}}}}]"])
+    with pytest.raises(ConfigError, match=rf"^data\.path: stages\[0\]\.kind: {kind} "):
+        check(config)
