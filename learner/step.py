@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from evolver_async.config import Config
 from evolver_async.config.sections.run import PAIRED, PREFERENCES
@@ -141,20 +142,46 @@ class Updater(Models):
         if kind == "rl":
             share = len(chosen.groups) / len(split)
             applied, credit = self._rl(stage, batch, share, state, steps)
-        elif kind == "dpo":
-            applied = self._dpo(stage, batch, state, steps)
-        elif kind == "kto":
-            applied = self._kto(stage, chosen.groups, batch, state, forks, steps)
-        elif kind == "reward_model":
-            loss = BradleyTerry(stage.reward_model.centre_coef)
-            applied = self._update(stage, batch.whole(), loss, state, steps, of=self.reward_stepper)
-            self._check_finite(state, applied, batch)
+        elif kind in PREFERENCES:
+            loss = self._preference_loss(kind, stage, chosen.groups, batch, state, forks)
+            of = self._stepper(kind)
+            applied = self._update(stage, batch.whole(), loss, state, steps, of=of)
+            self._check_finite(state, applied, batch, loss)
         else:
             teaching = self._teaching(stage, batch, "token_mean")
             given = stage, batch.whole(), supervised_loss, state, steps
             applied = self._update(*given, teaching=teaching)
             self._check_finite(state, applied, batch)
         return Trained(kind, groups, split, chosen, batch, applied, credit)
+
+    def validate(
+        self, kind: str, stage: Config, groups: list[Group], state: LearnerState
+    ) -> dict[str, float]:
+        """Measure groups that never train, as a step of a stage of this kind would train on them.
+
+        Return `validation/<name>`: of supervised kinds the loss and its perplexity, of preferences
+        loss, accuracy and margin; {} if no group can be measured.
+        """
+        whole = kind in PAIRED
+        chosen = (pairs(groups) if whole else trainable(groups)).groups
+        if not chosen:
+            return {}
+        batch = self.collate(chosen, stage.experience, state.head, {}, whole=whole)
+        loss: MicroLoss = supervised_loss
+        if kind in PREFERENCES:
+            loss = self._preference_loss(kind, stage, chosen, batch, state, {})
+        total, terms = self._stepper(kind).passes.measured(stage, batch.whole(), loss)
+        found = {"loss": total, "rows": float(len(chosen))}
+        if kind not in PREFERENCES:
+            found["perplexity"] = float(np.exp(total))
+        for name in ("accuracy", "margin"):
+            if (term := terms.get(f"{kind}/{name}")) is not None:
+                found[name] = term
+        return {f"validation/{name}": value for name, value in found.items()}
+
+    def _stepper(self, kind: str) -> Stepper:
+        """Return the updates of the model that a stage of this kind trains."""
+        return self.reward_stepper if kind == "reward_model" else self.stepper
 
     def _rl(
         self, stage: Config, batch: Batch, share: float, state: LearnerState, steps: int
@@ -217,36 +244,30 @@ class Updater(Models):
         state.critic_steps += critic is not None and bool(applied.updates)
         return applied, Credit(logprobs, values, rewards, advantages, masked_P)
 
-    def _dpo(self, stage: Config, batch: Batch, state: LearnerState, steps: int) -> Applied:
-        """Train one step on preferences: the best member of each group against its worst."""
-        assert self.reference is not None, "a dpo stage was entered without a reference"
-        reference_N = self._scorer(stage)(self.reference, batch.whole())
-        loss = PreferenceLoss(stage.loss, pair_signs(batch), reference_N)
-        applied = self._update(stage, batch.whole(), loss, state, steps)
-        self._check_finite(state, applied, batch, loss)
-        return applied
-
-    def _kto(
+    def _preference_loss(
         self,
+        kind: str,
         stage: Config,
         groups: list[Group],
         batch: Batch,
         state: LearnerState,
         forks: dict[int, Fork],
-        steps: int,
-    ) -> Applied:
-        """Train one step on single judgements. The KL is that of the policy before the step."""
-        assert self.reference is not None, "a kto stage was entered without a reference"
-        score, others = self._scorer(stage), mismatched(groups, self.config.policy.max_length)
+    ) -> MicroLoss:
+        """Make the loss of preferences: the best member of each group against its worst, or single
+        judgements with the KL of the policy as it is."""
+        if kind == "reward_model":
+            return BradleyTerry(stage.reward_model.centre_coef)
+        assert self.reference is not None, f"a {kind} stage was entered without a reference"
+        score = self._scorer(stage)
+        reference_N = score(self.reference, batch.whole())
+        if kind == "dpo":
+            return PreferenceLoss(stage.loss, pair_signs(batch), reference_N)
+        others = mismatched(groups, self.config.policy.max_length)
         mixed = self.collate(others, stage.experience, state.head, forks, whole=False).whole()
         gained_N = score(self.model, mixed) - score(self.reference, mixed)
         kl = max(0.0, float(gained_N.sum()) / max(1, mixed.trajectories))
         good_P = np.array([one.success for group in groups for one in group.trajectories], bool)
-        reference_N = score(self.reference, batch.whole())
-        loss = KtoLoss(stage.loss, good_P, reference_N, kl)
-        applied = self._update(stage, batch.whole(), loss, state, steps)
-        self._check_finite(state, applied, batch, loss)
-        return applied
+        return KtoLoss(stage.loss, good_P, reference_N, kl)
 
     def _values(self, stage: Config, batch: Batch) -> Values | None:
         """Compute the values of a batch by the critic; None if the estimator reads none."""

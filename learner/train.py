@@ -13,12 +13,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from evolver_async.buffer.tasks.data_files import DataTasks, data_tasks
 from evolver_async.checkpoint.checkpoints import CheckpointError
 from evolver_async.checkpoint.checkpoints import progress as writing
 from evolver_async.config import Config
 from evolver_async.config.sections.run import PREFERENCES
 from evolver_async.errors import EVALUATION_LOST, STOPPED, TrainingError
 from evolver_async.launch import run_directory
+from evolver_async.launch.registry import resolve
 from evolver_async.lineages import Fork
 from evolver_async.metrics.activity import OTHER
 from evolver_async.metrics.writer import Metrics, Timers
@@ -51,6 +53,7 @@ PHASES = {  # activities in words
     "backward": "forward and backward",
     "distill": "distillation",
     "teacher": "teacher",
+    "validate": "validation",
     OTHER: "collation",
 }
 POLL_S = 0.5  # between checks for results of an evaluation, or for the end of a pause
@@ -84,6 +87,7 @@ class Learner:
         self.progress = updater.ranks.progress
         self.progress.stops = lambda: self.requests.stopping
         self.evaluating = False
+        self.held_out: list[Group] = []
         self.lacking = ""  # what waits for disk space
         publisher.heed(lambda: self.requests.stopping, self.tell_of_room, self.tell_of_actor)
         self.evaluations = EvaluationTracker(publisher, metrics, config.eval)
@@ -105,6 +109,10 @@ class Learner:
             while not self.state.finished:
                 self.updater.enter(self.settings, self.state)
                 log.info("stage %d: %s", self.state.stage, self.kind(self.state.stage))
+                self.held_out = self.rows_held_out()
+                untouched = self.state.take == 0 and self.config.eval.at_start == "always"
+                if untouched and (found := self.validate()):
+                    self.metrics.log(0, found | {"time_s": self.clock.seconds(self.state)})
                 while self.step():
                     pass
             code = self.await_evaluations()
@@ -221,6 +229,9 @@ class Learner:
         passed = self.clock.tick(self.state)
         self.guard.tell_slow_rank(take, outcome.metrics, passed)
         over = stage_over(self.config.stages[stage], self.state)
+        every = settings.eval.every
+        if over or (every and not self.state.stage_step % every):
+            outcome.metrics.update(self.validate())
         if over and kind == "reward_model":  # before any actor can get a ticket of the next stage
             self.updater.export_reward_model(run_directory.reward_model_of(self.run_dir, stage))
         # Other stages publish at their end (and at a restart): no version is made in between.
@@ -269,6 +280,24 @@ class Learner:
         self.evaluations.abandon(self.state)
         self.begin()
         forget_totals(self.state.watched)  # what was counted in the steps that are left counts on
+
+    def rows_held_out(self) -> list[Group]:
+        """Return the rows that the present stage is measured on and never trains, as groups."""
+        settings, stage = self.settings, self.state.stage
+        if not settings.data.path or not settings.eval.rows:
+            return []
+        tasks = data_tasks(settings.data, settings.env.name, settings.env.params)
+        if not isinstance(tasks, DataTasks) or not tasks.count("validation"):
+            return []
+        return resolve("held_out")(tasks, settings, stage, self.kind(stage))
+
+    def validate(self) -> dict[str, float]:
+        """Measure the present weights on the rows held out of the stage; {} without such rows."""
+        if not self.held_out:
+            return {}
+        with self.timers("validate"):
+            kind = self.kind(self.state.stage)
+            return self.updater.validate(kind, self.settings, self.held_out, self.state)
 
     def heed_pause(self) -> None:
         """Wait while the run is paused; report the pause and log results of evaluations."""

@@ -16,13 +16,14 @@ from actors.endpoint.template import Template
 from actors.endpoint.tools import ChatToolCall
 from actors.engines.engine import Generation
 from actors.formats.chat import Chat, Stream
-from actors.rollout.episode_config import Setting
+from actors.rollout.episode_config import Setting, setting_of
 from actors.rollout.finished import Deliver, Finished, assembled
 from actors.ticket_progress import TicketProgress
 from evolver_async.buffer.tasks.data_files import DataTasks
 from evolver_async.buffer.tasks.examples import THOUGHTS, RowExample, examples_of
 from evolver_async.config import Config, ConfigError
-from evolver_async.schema import Role, Sequence, Ticket
+from evolver_async.model.tokenizer import load_tokenizer
+from evolver_async.schema import Group, Role, Sampling, Sequence, Ticket
 
 log = logging.getLogger(__name__)
 
@@ -154,15 +155,53 @@ def _spoken(tokens: list[int]) -> Generation:
 
 def check_rendered(renderer: ConversationRenderer, tasks: DataTasks, kind: str) -> None:
     """Raise ConfigError, naming file and row, if none of the rows looked at can be learnt."""
-    problem = ""
-    for task in tasks.examples("train"):
-        try:
-            for one in examples_of(task.row, kind, tasks.columns):
-                renderer.sequences(one)
-            return
-        except RowLeftOut as left_out:
-            problem = problem or f"{task.task_id}: {left_out}"
-    raise ConfigError(f"data.path: no row that was looked at can be learnt, such as {problem}")
+    for split in ("train", "validation"):
+        problem = ""
+        for task in tasks.examples(split):
+            try:
+                for one in examples_of(task.row, kind, tasks.columns):
+                    renderer.sequences(one)
+                problem = ""
+                break
+            except RowLeftOut as left_out:
+                problem = problem or f"{task.task_id}: {left_out}"
+        if problem:
+            none = f"no row of the split {split} that was looked at can be learnt"
+            raise ConfigError(f"data.path: {none}, such as {problem}")
+
+
+def held_out_groups(tasks: DataTasks, stage: Config, index: int, kind: str) -> list[Group]:
+    """Make groups of at most `eval.rows` rows of the validation split, spread over it, as actors
+    make them of rows that stage `index` of this kind trains on.
+
+    One that cannot be learnt has nothing to train, as there.
+    """
+    chat = Chat(load_tokenizer(stage.policy.path), stage.rollout.template)
+    renderer, setting = ConversationRenderer(chat, stage), setting_of(stage, chat, "", 0)
+    count, groups = tasks.count("validation"), list[Group]()
+    most = min(stage.eval.rows, count)
+    for number in range(most):
+        task = tasks.task("validation", number * count // most)
+        ticket = Ticket(
+            group_id=number,
+            task=task,
+            kind="demo",
+            stage=index,
+            members=[*range(stage.rollout.group_size)],
+            guided=[],
+            dynamics_seed=0,
+            attempt=0,
+            weights=None,
+            lease_s=0.0,
+            sampling=Sampling(temperature=1.0, max_tokens=1),
+        )
+        finished = list[Finished]()
+        deliver_row(ticket, setting, renderer, kind, TicketProgress(), finished.append)
+        members = [one.trajectory for one in finished]
+        groups.append(
+            Group(group_id=number, task=task, kind="demo", stage=index, use=0, trajectories=members)
+        )
+    return groups
 
 
 def deliver_row(

@@ -177,14 +177,13 @@ def with_own_tasks(config: Config, run_dir: Path) -> Config:
             saved[rows.directory] = str(directory)
         revision = rows.meta.revision or tasks.revision
         changed = {"path": saved[rows.directory], "revision": revision}
-        others = {"validation": "", "test": ""} if isinstance(tasks, TasksConfig) else {}
-        return changed | others
+        return changed | {name: "" for name in ("validation", "test") if hasattr(tasks, name)}
 
     tasks, stages = replace(config.tasks, **own(config.tasks)), []
     data = replace(config.data, **own(config.data))
     for index, stage in enumerate(config.stages):
         override = dict(stage.override)
-        if "path" in override.get("data", {}):
+        if not {"path", "validation"}.isdisjoint(override.get("data", {})):
             written = stage_as_written(config, index).data
             override["data"] = override["data"] | own(written)
         if not OF_ROWS.isdisjoint(override.get("tasks", {})):

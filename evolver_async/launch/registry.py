@@ -36,6 +36,7 @@ ROLES = PROCESSES | {
     "vocabulary": "actors.envs.vocabulary:vocabulary_of",  # (config) -> words
     "check_engine": "actors.engines.model_check:check",  # (config, model, tokenizer) -> None
     "check_prompts": "actors.checks.prompt_checks:check",  # (config) -> most tokens of a prompt
+    "held_out": "actors.scripted.recorded:held_out_groups",  # (tasks, stage, index, kind) -> groups
     "decode_times": "actors.engines.decode_timing:decode_times",  # -> rows, seconds
     "pace": "learner.tools.prepare:pace_of",  # (config) -> Pace or None
     "formats": "actors.rollout.episode_config:with_formats",  # (config) -> config without auto

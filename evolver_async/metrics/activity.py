@@ -30,6 +30,7 @@ ACTOR_LEVELS = {
 }
 LEARNER_LEVELS = {
     "wait": "data",
+    "validate": "validate",  # whichever pass it makes
     "anchor": "anchor",
     "reference": "reference",
     "value": "value",

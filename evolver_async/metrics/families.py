@@ -17,7 +17,7 @@ FAMILIES: dict[str, tuple[str, ...]] = {
         *("learner", "critic", "dpo", "kto", "selection", "overlong", "boost", "advantage"),
         *("histogram", "teacher", "serve"),
         *("safety", "alarm", "buffer", "actors", "censor", "weights", "wandb", "trajectories"),
-        *("guidance", "offpolicy_swapped", "env", "engine", "player", "reward_model"),
+        *("guidance", "offpolicy_swapped", "env", "engine", "player", "reward_model", "validation"),
         *(f"lag_{bucket}" for bucket in ("0", "1", "2", "3-4", "5-8", "9+")),
     ),
     ENV_STEPS: (
@@ -51,6 +51,8 @@ BEST = {  # the best or the worst value beside the last one
     "throughput/groups_per_s": "max",
     "dpo/accuracy": "max",
     "reward_model/accuracy": "max",
+    "validation/loss": "min",
+    "validation/accuracy": "max",
     "offpolicy/ess": "min",
     "offpolicy/kl": "max",
     "staleness/max": "max",
@@ -62,7 +64,7 @@ BEST = {  # the best or the worst value beside the last one
 
 # Means over episodes, turns or tokens of what is true or false; and the share of an ideal sample.
 RATE = re.compile(
-    r"(.*/)?(success|(avg|best)@\d+)|train/success/.+|(dpo|reward_model)/accuracy"
+    r"(.*/)?(success|(avg|best)@\d+)|train/success/.+|(dpo|kto|reward_model|validation)/accuracy"
     r"|offpolicy\w*/(ess|masked|clip_low|clip_high)"
 )
 NOT_NEGATIVE = ("offpolicy/kl", "staleness/mean")

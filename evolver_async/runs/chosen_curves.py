@@ -35,7 +35,9 @@ REWARD = Curve(
     {"eval/reward_mean": "evaluation"},
     short="reward",
 )
-POLICY_LOSS = Curve("Policy loss", {"loss/policy": "policy loss"}, short="loss")
+POLICY_LOSS = Curve(
+    "Policy loss", {"loss/policy": "policy loss", "validation/loss": "validation"}, short="loss"
+)
 ENTROPY = Curve("Entropy", {"loss/entropy": "entropy"}, short="entropy")
 STALENESS = Curve(
     "Staleness in versions",
@@ -68,6 +70,15 @@ LEARNING = (
     SUCCESS,
     POLICY_LOSS,
     ENTROPY,
+    Curve(
+        "Preferences: share in the right order",
+        {
+            "dpo/accuracy": "dpo",
+            "kto/accuracy": "kto",
+            "reward_model/accuracy": "reward model",
+            "validation/accuracy": "validation",
+        },
+    ),
     Curve("Gradient norm", {"loss/grad_norm": "policy", "critic/grad_norm": "critic"}, log=True),
     Curve("KL to the reference", {"loss/kl": "KL"}),
     Curve("Value loss", {"loss/value": "value loss"}),

@@ -38,7 +38,8 @@ class KtoLoss:
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Return the loss and its terms.
 
-        kto/desirable, kto/undesirable: gain of the log-prob of such a trajectory over the
+        kto/accuracy: share of the trajectories on the right side of the KL. kto/desirable,
+        kto/undesirable: gain of the log-prob of such a trajectory over the
         reference, in nats.
         """
         good_N = micro.of(self.good_P[minibatch.batch.trajectory_N])
@@ -54,6 +55,7 @@ class KtoLoss:
             "loss/policy": value.detach(),
             "loss/entropy": entropy_N.detach().sum() / minibatch.tokens,
             "kto/kl": share * (self.kl + zero_C).sum(),
+            "kto/accuracy": share * ((held_C > self.kl) == good_C).float().sum(),
             "kto/desirable": held_C[good_C].sum() / max(1, good),
             "kto/undesirable": held_C[~good_C].sum() / max(1, minibatch.trajectories - good),
         }

@@ -86,6 +86,24 @@ class StepPasses:
                 loss_part, more = distillation(self.models.model, minibatch, self.ranks, limit)
             total += loss_part
             _add(terms_of, more)
+        return self._over_ranks(total, terms_of)
+
+    def measured(
+        self, stage: Config, minibatch: Minibatch, loss: MicroLoss
+    ) -> tuple[float, dict[str, float]]:
+        """Return the loss of a minibatch and its terms, over all ranks, without gradients."""
+        total, terms_of = 0.0, dict[str, float]()
+        limit = self.token_budget(stage, None)
+        with torch.no_grad():
+            for value, terms in self._forward(stage, minibatch, loss, Accounting(), None, limit):
+                total += float(value)
+                _add(terms_of, {name: float(term) for name, term in terms.items()})
+        return self._over_ranks(total, terms_of)
+
+    def _over_ranks(
+        self, total: float, terms_of: dict[str, float]
+    ) -> tuple[float, dict[str, float]]:
+        """Return the sums of a loss and of its terms over all ranks."""
         if self.ranks.count == 1:
             return total, terms_of
         parts = self.ranks.gather(msgspec.msgpack.encode([total, terms_of]))

@@ -102,6 +102,15 @@ class Leader:
         self._tell(call)
         return self.updater.step(kind, stage, groups, state, forks, steps)
 
+    def validate(
+        self, kind: str, stage: Config, groups: list[Group], state: LearnerState
+    ) -> dict[str, float]:
+        """Measure groups on all ranks."""
+        call = RankCall(method="validate", kind=kind, stage=state.stage, state=state)
+        call.groups = [_pack(group) for group in groups]
+        self._tell(call)
+        return self.updater.validate(kind, stage, groups, state)
+
     def end(self) -> None:
         """End the other ranks."""
         self._tell(RankCall(method=END))
@@ -184,6 +193,8 @@ def _make(updater: Updater, stage: Config, call: RankCall) -> None:
         case "train":
             with suppress(StepAbandoned):
                 updater.train(call.kind, stage, groups, call.state, call.forks, call.steps)
+        case "validate":
+            updater.validate(call.kind, stage, groups, call.state)
         case method:
             raise ValueError(f"unknown call {method}")
 

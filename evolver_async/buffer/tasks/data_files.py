@@ -3,6 +3,7 @@
 JSON lines are copied as they are and cut at their ends of lines, without a look at most of them: a
 million conversations begin within seconds, and a row that cannot be read is left out, by name, when
 its turn comes. Those looked at before a start are the first ones and some of the others.
+Rows of the validation split are measured and never learnt.
 """
 
 from collections.abc import Mapping
@@ -12,6 +13,7 @@ from hashlib import blake2b
 from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -35,6 +37,7 @@ from evolver_async.schema import Task
 from evolver_async.splits import Split
 
 AT = "data.path"
+DataFile = tuple[str, str, Split | None]  # the key that names it, its path, its split
 LOOKED_AT = 64  # first rows that are read before a start
 CHUNK = 1 << 24  # bytes that are copied at once
 NEWLINE = ord("\n")
@@ -98,62 +101,71 @@ def data_tasks(data: DataConfig, env: str, params: Mapping[str, object]) -> Data
     rows = data_rows(data)
     if is_conversation(dict.fromkeys(rows.meta.columns, 0), data.columns):
         return DataTasks(rows, env, data.columns)
+    if data.validation:
+        raise ConfigError(f"data.validation: must be empty: {data.path} has tasks to be played")
     return GivenTasks(rows, env, dict(params))
 
 
 def data_rows(data: DataConfig) -> Rows:
     """Return the rows of `data`; a process reads the same files once. Raises ConfigError."""
     if stored(path := Path(data.path)):
+        if data.validation:
+            raise ConfigError(f"data.validation: must be empty: {path} has the rows of a run")
         return opened(path)
-    revision = ""
-    if not path.exists():
-        revision = row_tables.revision_of(AT, data.path, data)
-    named = row_files.files_of(AT, data.path)
-    # of several files those that name another split do not train; one alone is what was asked for
-    files = tuple(file for file in named if len(named) == 1 or _trains(Path(file)))
-    if not files:
-        raise ConfigError(f"{AT}: {path}: has no file to learn from, only {', '.join(named)}")
-    states = tuple(row_files.state_of(Path(file)) for file in files)
-    rows = _read(files, states, tuple(data.columns.items()), revision, data.subset)
+    found, revision = list[DataFile](), ""
+    for at, named in ((AT, data.path), ("data.validation", data.validation)):
+        if named and not Path(named).exists():
+            revision = row_tables.revision_of(at, named, data)
+        files = row_files.files_of(at, named) if named else []
+        for file in files:
+            split: Split | None = None if at == AT else "validation"
+            # of several files those that name a split belong to it; one alone is as asked for
+            if at == AT and len(files) > 1 and (of := row_files.OF_SPLIT.match(Path(file).name)):
+                split = row_files.NAMES_OF_SPLITS[of[1]]
+            if split != "test":
+                found.append((at, file, split))
+    if not any(split in (None, "train") for _, _, split in found):
+        names = ", ".join(row_files.files_of(AT, data.path))
+        raise ConfigError(f"{AT}: {path}: has no file to learn from, only {names}")
+    found.sort(key=lambda one: one[2] == "validation")
+    states = tuple(row_files.state_of(Path(file)) for _, file, _ in found)
+    rows = _read(tuple(found), states, tuple(data.columns.items()), revision, data.subset)
     if not rows.meta.counts.get("train"):
         raise ConfigError(f"{AT}: {path}: has no rows to learn from, none of a split train")
     return rows
 
 
-def _trains(path: Path) -> bool:
-    matched = row_files.OF_SPLIT.match(path.name)
-    return matched is None or row_files.NAMES_OF_SPLITS[matched[1]] == "train"
-
-
 @lru_cache(maxsize=8)
 def _read(
-    files: tuple[str, ...],
+    files: tuple[DataFile, ...],
     _: object,
     columns: tuple[tuple[str, str], ...],
     revision: str,
     subset: str,
 ) -> Rows:
     """Read files into a temporary directory that lives as long as the rows."""
-    lines = [path for file in files if (path := Path(file)).is_file() and path.suffix != ".parquet"]
-    first = next(iter(row_files.lines_of(lines[0], f"{AT}: {lines[0]}")), None) if lines else None
-    if first is not None and is_conversation(first[1], dict(columns)):
-        held = TemporaryDirectory(prefix="evolver-rows-")
-        _copy(lines, Path(held.name), [*first[1]])
-        return Rows(Path(held.name), held)
-    settings = row_files.ReadAs(columns=columns, subset=subset)
-    return row_files.read(tuple((AT, file, None) for file in files), _, settings, revision)
+    if all(Path(file).is_file() and not file.endswith(".parquet") for _, file, _ in files):
+        at, name, _ = files[0]
+        first = next(iter(row_files.lines_of(Path(name), f"{at}: {name}")), None)
+        if first is not None and is_conversation(first[1], dict(columns)):
+            held = TemporaryDirectory(prefix="evolver-rows-")
+            _copy(files, Path(held.name), [*first[1]])
+            return Rows(Path(held.name), held)
+    return row_files.read(files, _, row_files.ReadAs(columns=columns, subset=subset), revision)
 
 
-def _copy(files: list[Path], directory: Path, columns: list[str]) -> None:
+def _copy(files: tuple[DataFile, ...], directory: Path, columns: list[str]) -> None:
     """Write stored rows of files of JSON lines, whose lines nobody has read yet.
 
-    Blank lines become part of the row before them, as JSON may end in blanks.
+    Blank lines become part of the row before them, as JSON may end in blanks. Files that train come
+    before those of the validation split.
     """
     starts, places, named = [np.zeros(0, np.int64)], [np.zeros(0, np.uint32)], list[RowFile]()
-    digest, written = blake2b(digest_size=16), 0
+    digests, counts, written = dict[Split, Any](), dict[Split, int](), 0
     with open(directory / LINES, "wb") as copy:
-        for path in files:
-            where = f"{AT}: {path}"
+        for at, name, named_split in files:
+            path, where, split = Path(name), f"{at}: {name}", named_split or "train"
+            digest = digests.setdefault(split, blake2b(digest_size=16))
             for _ in islice(row_files.lines_of(path, where), LOOKED_AT):
                 pass  # its beginning, and lines that are no objects, are refused
             found, begin, last = [np.zeros(1, np.int64)], written, b"\n"
@@ -179,6 +191,7 @@ def _copy(files: list[Path], directory: Path, columns: list[str]) -> None:
             starts.append(begins[:-1][kept] + begin)
             places.append((kept + 1).astype(np.uint32))
             named.append(RowFile(str(path), "line", len(kept)))
+            counts[split] = counts.get(split, 0) + len(kept)
     start = np.concatenate(starts)
     count = len(start)
     arrays = {
@@ -194,9 +207,9 @@ def _copy(files: list[Path], directory: Path, columns: list[str]) -> None:
         split="",
         columns=columns,
         files=named,
-        counts={"train": count},
-        digests={"train": digest.hexdigest()},
-        first={"train": {"": 0}},
+        counts=counts,
+        digests={split: digest.hexdigest() for split, digest in digests.items()},
+        first={split: {"": 0} for split in counts},
     )
     (directory / META).write_bytes(msgspec.json.encode(meta))
 
@@ -214,7 +227,7 @@ def _filled(path: Path, starts: np.ndarray, sizes: np.ndarray) -> np.ndarray:
 def check_examples(tasks: DataTasks, kind: str) -> None:
     """Raise ConfigError, naming file and row, for one of the rows looked at that a stage of a
     `kind` cannot learn from."""
-    for task in tasks.examples("train"):
+    for task in (*tasks.examples("train"), *tasks.examples("validation")):
         try:
             if task.query:
                 raise ValueError(task.query)

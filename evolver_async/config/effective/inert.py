@@ -54,7 +54,8 @@ def inert(config: Config, stage: StageConfig) -> dict[str, str]:
     rules = [_experience, _judge, _questioning, _endpoints, _tasks, _processes, _rollout, _safety]
     rules += [_loss, _schedule, _teacher]
     if kind == "rl":
-        found |= dict(_below("data", "an rl stage trains on rollouts"))
+        why = "an rl stage trains on rollouts"
+        found |= {**dict(_below("data", why)), "eval.rows": why}
         rules += [_of_kinds, _advantage, _correction]
     for rule in rules:
         for key, why in rule(config):
@@ -217,8 +218,13 @@ def _tasks(config: Config) -> Inert:
     if config.buffer.max_ready >= bound:
         why = f"buffer.max_staleness={config.buffer.max_staleness} bounds ready groups already"
         yield "buffer.max_ready", why
+    if not config.data.path:
+        yield "eval.rows", "data.path is empty"
     if not config.eval.episodes:
-        yield from _but(_below("eval", "eval.episodes=0"), "eval.episodes")
+        read = ("eval.episodes", "eval.rows")
+        if config.data.path:
+            read += ("eval.every", "eval.at_start")
+        yield from _but(_below("eval", "eval.episodes=0"), *read)
     if not config.eval.every:
         yield from ((f"eval.sets.{name}.every", "eval.every=0") for name in named_sets(config))
 

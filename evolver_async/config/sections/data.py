@@ -64,6 +64,9 @@ class DataConfig:
     # as tasks.path: rows with messages, prompt and completion, prompt, chosen and rejected, prompt,
     # completion and label, or text; or tasks of an environment with actions in `reference`
     path: RowsPath = ""
+    # conversations that are measured and never learnt, as path; those of path that files or splits
+    # name so belong to them, too
+    validation: RowsPath = ""
     # names of the columns, where they differ: {prompt: question, completion: answer}
     columns: dict[str, str] = field(default_factory=dict)
     # turns of the assistant in messages that are learnt; a message with weight 0 never is

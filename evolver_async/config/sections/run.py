@@ -150,11 +150,15 @@ class EvalConfig:
     # evaluate the model as it is before the first step, as step 0 of every curve; auto: always
     # with policy.path, never the tiny preset
     at_start: Literal["auto", "always", "never"] = "auto"
-    every: int = 25  # versions between evaluations; 0 evaluates only after each stage
+    # versions between evaluations, and steps between those of rows; 0: only after each stage
+    every: int = 25
     # of the run's own evaluations, by which checkpoint.keep_best, until_success, rollback and a
     # study's best decide; auto: validation, of rows without one test
     split: Literal["auto", Split] = "auto"
-    episodes: int = 256  # 0: there are no evaluations
+    episodes: int = 256  # 0: there are no evaluations but those of rows
+    # rows of the validation split of `data` that a stage which learns rows is measured on, always
+    # the same ones; 0: none
+    rows: int = 256
     # tasks of the split test, evaluated after the last stage alone as eval/test/…; 0: none, and
     # none where test decides
     final_episodes: int = 512

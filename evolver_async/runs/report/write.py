@@ -99,6 +99,9 @@ def _facts(run: RunResults) -> list[tuple[str, str]]:
                 summary += f", {row_texts.gain(newest, untouched)} against the untouched model"
         summary += "".join(f"; {name} {value}" for name, value in row_texts.eval_sets_of(newest))
         facts.append(("eval success", summary))
+    told = ((row, row_texts.validation(row)) for row in reversed(run.steps.rows))
+    if found := next((one for one in told if one[1]), None):
+        facts.append(("validation", f"{found[1]} at step {found[0]['step']}"))
     if run.checkpoints:
         facts.append(("newest checkpoint", run.checkpoints[-1].path.name))
     return facts

@@ -32,6 +32,12 @@ ENGINE = (
     ("engine/pause_s", "paused {:.1f} s"),
     ("engine/restarts", "{:.0f} restarts"),
 )
+VALIDATION = (
+    ("validation/loss", "loss {:.3f}"),
+    ("validation/perplexity", "perplexity {:.3f}"),
+    ("validation/accuracy", "accuracy {:.3f}"),
+    ("validation/margin", "margin {:.3f}"),
+)
 QUESTIONING = (
     ("questioning/pool_size", "{:,.0f} tasks"),
     ("questioning/useful", "{:,.0f} useful"),
@@ -65,6 +71,12 @@ def guidance(row: Row) -> str:
 def _joined(row: Row, parts: Iterable[Part]) -> str:
     found = ((row.get(name), text) for name, text in parts)
     return ", ".join(text.format(value) for value, text in found if value is not None)
+
+
+def validation(row: Row) -> str:
+    """Return what rows that never train say of the policy."""
+    text = _joined(row, VALIDATION)
+    return f"{text} over {number(row['validation/rows'])} rows" if text else ""
 
 
 def played(row: Row) -> str:

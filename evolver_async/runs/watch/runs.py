@@ -25,7 +25,7 @@ from evolver_async.metrics.newest_lineage import current_rows, key_of
 from evolver_async.metrics.tail import Tail, last_rows
 from evolver_async.metrics.wandb_process import sync_of, url_of
 from evolver_async.process.stopping import CODES
-from evolver_async.runs.watch.row_texts import bounds, eval_sets_of, gain, played
+from evolver_async.runs.watch.row_texts import bounds, eval_sets_of, gain, played, validation
 from evolver_async.runs.watch.throughput import time_lines
 
 log = logging.getLogger(__name__)
@@ -97,6 +97,9 @@ def summary(run_dir: Path, ending: Ending) -> list[str]:
         if (untouched := untouched_of(evaluated, digests(config))) is not None:
             success += f", {gain(last, untouched)} since then"
         success += "".join(f"; {name} {value}" for name, value in eval_sets_of(last))
+    validated = next(((row, text) for row in reversed(rows) if (text := validation(row))), None)
+    if validated is not None:
+        success += f"; validation {validated[1]} at step {validated[0]['step']}"
     lines = [f"{ending.state} at step {step}, {success}", *time_lines(rows, config)]
     lines += filter(None, [alarms])
     if saved := resumable(run_dir / "checkpoints"):

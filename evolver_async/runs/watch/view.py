@@ -19,7 +19,7 @@ from evolver_async.metrics.alarm_rows import firing
 from evolver_async.metrics.newest_lineage import RowKey, key_of, supersedes
 from evolver_async.wire.failure_totals import FailureTotal
 from evolver_async.runs.watch import throughput
-from evolver_async.runs.watch.row_texts import eval_sets_of, mechanisms, number, played
+from evolver_async.runs.watch.row_texts import eval_sets_of, mechanisms, number, played, validation
 from evolver_async.runs.watch.step_progress import StateLines, Status, first_eta, step_text
 from evolver_async.runs.watch.status_text import failures_of, longest_stall, waits_of
 
@@ -60,6 +60,7 @@ class View:
         self.row: dict[str, Any] = {}
         self.evaluations: list[tuple[RowKey, dict[str, Any]]] = []  # by step, none superseded
         self.eval_sets: dict[str, tuple[RowKey, str]] = {}  # newest of each, none superseded
+        self.validated = ""  # newest figures of rows that never train
         self.stalled = ""  # the longest stall
         self.waiting: list[str] = []
         self.status: Status | None = None  # the newest
@@ -88,8 +89,10 @@ class View:
                 f" over {played(row)}{self._exact_values(row)}"
                 f"{''.join(f'; {name} {value}' for name, value in eval_sets_of(row))}"
             )
+        if text := validation(row):
+            self.validated = f"{text} at step {new.step}"
         if new.kind != "take":
-            return None
+            return f"step {new.step}  validation {text}" if text else None
         if self.row and self.row["lineage"] != row["lineage"]:  # a resume sets the clock back
             self.first, self.line_due_s = None, 0.0
             self.recent.clear()
@@ -98,7 +101,7 @@ class View:
         if not self.stalls:
             self.stalled = ""
         self.first = self.first or (row["step"], row["time_s"])
-        if row["time_s"] < self.line_due_s:
+        if row["time_s"] < self.line_due_s and not text:
             return None
         self.line_due_s = row["time_s"] + LINE_S
         return self.line()
@@ -206,6 +209,8 @@ class View:
             text = f"{spark} {self.evals[-1]:.3f} ({distinct} distinct){self._exact_values(newest)}"
             rows.append(("eval success", text))
         rows += self.step_cells()
+        if self.validated and not validation(self.row):
+            rows.append(("validation", self.validated))
         rows += [(f"eval {name}", value) for name, (_, value) in self.eval_sets.items()]
         rows += self.time_cells()
         rows += [("W&B", self.url)] if self.url else []
@@ -235,6 +240,7 @@ class View:
             ("reward", "{train/reward_mean} ± {train/reward_std}"),
             *(() if "train/success" in self.row else [("loss", "{loss/policy}")]),
             *(() if "train/success" in self.row else [("preferred", "{dpo/accuracy}")]),
+            *([("validation", text)] if (text := validation(self.row)) else []),
             ("staleness", "{staleness/mean} (max {staleness/max})"),
             ("ess", "{offpolicy/ess}"),
             ("tokens/s", "{throughput/tokens_per_s}"),
