@@ -16,7 +16,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import torch
 
 from evolver_async.config import Config
 from evolver_async.config.sections.run import PAIRED, PREFERENCES
@@ -159,24 +158,25 @@ class Updater(Models):
     ) -> dict[str, float]:
         """Measure groups that never train, as a step of a stage of this kind would train on them.
 
-        Return `validation/<name>`: of supervised kinds the loss and its perplexity, of preferences
-        loss, accuracy and margin; {} if no group can be measured.
+        Return `validation/<name>`: of supervised kinds the loss, its perplexity and the share of
+        tokens that are the likeliest, of preferences loss, accuracy and margin; {} if no group can
+        be measured.
         """
         whole = kind in PAIRED
         chosen = (pairs(groups) if whole else trainable(groups)).groups
         if not chosen:
             return {}
         batch = self.collate(chosen, stage.experience, state.head, {}, whole=whole)
-        loss: MicroLoss = supervised_loss
+        data, loss, names = batch.whole(), supervised_loss, ("accuracy", "margin")
         if kind in PREFERENCES:
             loss = self._preference_loss(kind, stage, chosen, batch, state, {})
-        total, terms = self._stepper(kind).passes.measured(stage, batch.whole(), loss)
+        total, terms = self._stepper(kind).passes.measured(stage, data, loss)
         found = {"loss": total, "rows": float(len(chosen))}
+        found |= {name: terms[full] for name in names if (full := f"{kind}/{name}") in terms}
         if kind not in PREFERENCES:
+            guessed_N = self._scorer(stage).guessed(self.model, data)
             found["perplexity"] = float(np.exp(total))
-        for name in ("accuracy", "margin"):
-            if (term := terms.get(f"{kind}/{name}")) is not None:
-                found[name] = term
+            found["token_accuracy"] = float(guessed_N.sum()) / data.tokens
         return {f"validation/{name}": value for name, value in found.items()}
 
     def _stepper(self, kind: str) -> Stepper:

@@ -1,5 +1,6 @@
 """Forward passes without gradient: the log-probs that a step needs before its updates."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -34,10 +35,22 @@ class Scorer:
     ranks: Ranks
     layout: Layout = "padded"
 
-    @torch.no_grad()
     def __call__(self, model: torch.nn.Module, minibatch: Minibatch) -> Array:
         """Return log-probs under `model`, float32[N] of the batch, 0 outside of the minibatch."""
-        logprobs_N = np.zeros_like(minibatch.batch.mu_N)
+        return self._by_passes(self._logprobs, model, minibatch)
+
+    def guessed(self, model: torch.nn.Module, minibatch: Minibatch) -> Array:
+        """Return 1 for tokens that `model` finds the likeliest, else 0, as `__call__` does."""
+        return self._by_passes(self._guessed, model, minibatch)
+
+    @torch.no_grad()
+    def _by_passes(
+        self,
+        compute: Callable[[torch.nn.Module, MicroBatch], torch.Tensor],
+        model: torch.nn.Module,
+        minibatch: Minibatch,
+    ) -> Array:
+        found_N = np.zeros_like(minibatch.batch.mu_N)
         budget = self.ranks.budget(self.token_budget, partial(minibatch.laid_lengths, self.layout))
         micros = minibatch.micro_batches(budget, self.ranks.device, self.layout)
         self.ranks.plan(minibatch, self.layout, gradient=False)
@@ -45,14 +58,25 @@ class Scorer:
             if micro is None:
                 idle(model, self.ranks.device, packed=self.layout != "padded")
                 continue
-            found_N = within(model, partial(self._logprobs, model, micro))
-            logprobs_N[micro.index_N.numpy()] = found_N.cpu().numpy()
-        self.ranks.sum(logprobs_N)
-        return logprobs_N
+            of_micro_N = within(model, partial(compute, model, micro))
+            found_N[micro.index_N.numpy()] = of_micro_N.cpu().numpy()
+        self.ranks.sum(found_N)
+        return found_N
+
+    def _guessed(self, model: torch.nn.Module, micro: MicroBatch) -> torch.Tensor:
+        (_, head), chunk_CD = (
+            policy.split_model(model),
+            self._hidden(model, micro).split(self.chunk),
+        )
+        best_Q = torch.cat([head(hidden_CD).argmax(-1) for hidden_CD in chunk_CD])
+        return (best_Q == micro.target_Q).float().index_select(0, micro.prediction_N)
+
+    def _hidden(self, model: torch.nn.Module, micro: MicroBatch) -> torch.Tensor:
+        hidden_KD = policy.hidden_states(model, micro.tokens_BT, micro.borders, micro.read_K)
+        return hidden_KD.index_select(0, micro.source_Q)
 
     def _logprobs(self, model: torch.nn.Module, micro: MicroBatch) -> torch.Tensor:
-        hidden_KD = policy.hidden_states(model, micro.tokens_BT, micro.borders, micro.read_K)
-        hidden_QD = hidden_KD.index_select(0, micro.source_Q)
+        hidden_QD = self._hidden(model, micro)
         found = policy.target_logprobs(
             model, hidden_QD, micro.target_Q, self.temperature, self.chunk, masks=micro.masks_Q
         )

@@ -5,6 +5,7 @@ import statistics
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,8 @@ from evolver_async.config import SafetyConfig
 from evolver_async.config.load import dump, load
 from evolver_async.errors import TrainingError
 from evolver_async.launch.serial import run as launch_serial
+from evolver_async.metrics.newest_lineage import current_rows
+from evolver_async.metrics.tail import Tail
 from learner.tools.export import export_reward_model
 
 pytestmark = pytest.mark.process
@@ -233,8 +236,9 @@ def test_dynamic_sampling_of_what_is_mastered_ends_the_run_with_the_reason(
         )
 
 
-def written(directory: Path) -> list[str]:
-    """Files of texts, conversations and preferences, as stages that learn from them."""
+def written(directory: Path, *, validated: bool = False) -> list[str]:
+    """Files of texts, conversations and preferences, as stages that learn from them, and are
+    measured on others."""
     words = ["up", "down", "left", "right"]
     texts = [{"text": f"{a} {b}"} for a in words for b in words]
     talks = [{"prompt": f"{a}?", "completion": b} for a, b in pairwise(words)]
@@ -242,9 +246,11 @@ def written(directory: Path) -> list[str]:
     pairs = [{"prompt": f"{a}?", "chosen": a, "rejected": "no"} for a in words]
     stages = []
     for kind, rows in (("text", texts), ("sft", talks), ("dpo", pairs)):
-        path = directory / f"{kind}.jsonl"
+        path, held_out = directory / f"{kind}.jsonl", directory / f"{kind}_held_out.jsonl"
         path.write_text("\n".join(map(json.dumps, rows)))
-        stages.append(f"{{kind: {kind}, steps: 8, data: {{path: {path}}}}}")
+        held_out.write_text("\n".join(map(json.dumps, rows[1:])))
+        data = f"{{path: {path}, validation: {held_out}}}" if validated else f"{{path: {path}}}"
+        stages.append(f"{{kind: {kind}, steps: 8, data: {data}}}")
     return [f"stages=[{', '.join(stages)}]", "learner.groups_per_step=4", "eval.episodes=0"]
 
 
@@ -261,14 +267,34 @@ def test_rows_of_files_are_learnt_without_an_episode(
     assert {len(record.members) for record in granted} == {1, 2}
     assert run.rows[-1]["ledger/filtered"] == 8, "the row that is too long, in every pass"
     assert run.rows[-1]["failures/data"] >= 8
-    assert not [row for row in run.rows if "eval/success" in row]
+    assert not [row for row in run.rows if "eval/success" in row or "validation/rows" in row]
+
+
+def validations(rows: list[dict[str, Any]]) -> dict[int, dict[str, float]]:
+    """What rows that never train said, by step."""
+    return {
+        row["step"]: {name: row[name] for name in row if name.startswith("validation/")}
+        for row in current_rows(rows)
+        if "validation/rows" in row
+    }
 
 
 def test_a_run_that_stopped_within_its_rows_goes_on_with_the_next_ones(
     bandit: Callable[..., Finished], tmp_path: Path
 ) -> None:
-    arguments = written(tmp_path)
+    bare = bandit("bare", *written(tmp_path))
+    arguments = [*written(tmp_path, validated=True), "eval.every=2", "eval.at_start=always"]
     whole = bandit("whole", *arguments)
+    assert whole.tensors.keys() == bare.tensors.keys(), "rows that are measured teach nothing"
+    assert all(torch.equal(one, bare.tensors[name]) for name, one in whole.tensors.items())
+    found = validations(whole.rows)
+    assert [*found] == [*range(0, 25, 2)]
+    for first, last, metric in ((0, 8, "perplexity"), (10, 16, "perplexity"), (18, 24, "margin")):
+        better = found[last]["validation/loss"] < found[first]["validation/loss"]
+        assert better and f"validation/{metric}" in found[last]
+    assert found[24]["validation/accuracy"] == 1 and found[24]["validation/rows"] == 3
+    trained = {one.task.task_id for one in arrivals(whole)}
+    assert trained and not [name for name in trained if "held_out" in name]
     part = bandit("part", *arguments, "stages.2.steps=3")
     config = load(part.run_dir / "config.yaml", ["stages.2.steps=8"])
     dump(config, part.run_dir / "config.yaml")
@@ -276,3 +302,5 @@ def test_a_run_that_stopped_within_its_rows_goes_on_with_the_next_ones(
     newest, _ = load_newest(part.run_dir / "checkpoints", "part")
     for name, tensor in load_file(newest / "model.safetensors").items():
         assert torch.equal(tensor, whole.tensors[f"model/{name}"]), name
+    again = validations(Tail(part.run_dir / "metrics.jsonl").rows())
+    assert {step: again[step] for step in found} == found

@@ -163,7 +163,8 @@ def train(
     done = Trained()
     while state.take < STEPS:
         outcome = leader.step(kind, stage, data, state, FORKS, STEPS)
-        done.rows.append(outcome.metrics)
+        held_out = {} if kind == "rl" else leader.validate(kind, stage, data, state)
+        done.rows.append(outcome.metrics | held_out)
         done.filtered.append(outcome.filtered)
         state.take += 1
         if state.take == SAVED and resume is None:

@@ -35,6 +35,7 @@ ENGINE = (
 VALIDATION = (
     ("validation/loss", "loss {:.3f}"),
     ("validation/perplexity", "perplexity {:.3f}"),
+    ("validation/token_accuracy", "token accuracy {:.3f}"),
     ("validation/accuracy", "accuracy {:.3f}"),
     ("validation/margin", "margin {:.3f}"),
 )

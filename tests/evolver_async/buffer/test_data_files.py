@@ -168,6 +168,8 @@ def test_rows_of_other_splits_do_not_train(tmp_path: Path) -> None:
                 pq.write_table(pa.Table.from_pylist([row]), folder / f"{name}.parquet")
         tasks = tasks_of(folder)
         assert [tasks.task("train", n).row["n"] for n in range(tasks.count("train"))] == ["train-0"]
+        held = [tasks.task("validation", n) for n in range(tasks.count("validation"))]
+        assert [(one.row["n"], one.split) for one in held] == [("validation-1", "validation")]
         assert tasks_of(folder / f"test.{kind}").count("train") == 1, "it was asked for"
         (folder / f"train-0.{kind}").unlink()
         with pytest.raises(ConfigError, match=r"^data\.path: "):
@@ -176,6 +178,50 @@ def test_rows_of_other_splits_do_not_train(tmp_path: Path) -> None:
     datasets.DatasetDict(splits).save_to_disk(tmp_path / "set")
     tasks = tasks_of(tmp_path / "set")
     assert tasks.count("train") == 1 and tasks.task("train", 0).row["n"] == "train"
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_rows_of_a_file_of_their_own_are_held_out_and_a_run_keeps_them(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(creation, "_prepare", lambda config, run_dir: None)
+    path, other = tmp_path / "d.jsonl", tmp_path / f"zero.{kind}"
+    rows = [CHAT | {"n": n} for n in range(5)]
+    path.write_text("\n".join(map(json.dumps, rows[:3])))
+    if kind == "jsonl":
+        other.write_text("\n" + "\n".join(map(json.dumps, rows[3:])))
+    else:
+        pq.write_table(pa.Table.from_pylist(rows[3:]), other)
+    arguments = [f"run.dir={tmp_path}", f"run.name={kind}", f"data={{path: {path}}}"]
+    stages = f"stages=[{{kind: sft, epochs: 1, data: {{validation: {other}}}}}]"
+    config, run_dir = creation.create(load(None, [*arguments, stages]), None)
+    path.unlink()
+    other.unlink()
+    assert config.stages[0].steps == 1
+    tasks = source_of(stage_config(load(run_dir / "config.yaml"), 0)).data
+    assert isinstance(tasks, DataTasks)
+    for split, numbers in (("train", [0, 1, 2]), ("validation", [3, 4])):
+        found = [tasks.task(split, number) for number in range(tasks.count(split))]
+        assert [task.row["n"] for task in found] == numbers
+    assert found[0].task_id == f"{other}, {'line 2' if kind == 'jsonl' else 'row 1'}"
+    with pytest.raises(ConfigError, match=r"^data\.validation: "):
+        tasks_of(tasks.rows.directory, validation=str(other))
+
+
+def test_held_out_rows_are_looked_at_like_others_and_are_conversations(tmp_path: Path) -> None:
+    path, other = tmp_path / "d.jsonl", tmp_path / "v.jsonl"
+    path.write_text(json.dumps(CHAT))
+    other.write_text('{"prompt": "a"}')
+    tasks = tasks_of(path, validation=str(other))
+    assert isinstance(tasks, DataTasks)
+    with pytest.raises(ConfigError, match=r"v\.jsonl, line 1"):
+        check_examples(tasks, "sft")
+    path.write_text(json.dumps({"seed": 1, "reference": ["up"]}))
+    other.write_text(json.dumps({"seed": 2, "reference": ["up"]}))
+    with pytest.raises(ConfigError, match=r"^data\.validation: "):
+        tasks_of(path, validation=str(other))
+    with pytest.raises(ConfigError, match=r"^data\.validation: .*nowhere"):
+        tasks_of(path, validation=str(tmp_path / "nowhere"))
 
 
 def test_what_the_wire_does_not_carry_is_left_out_by_name(tmp_path: Path) -> None:

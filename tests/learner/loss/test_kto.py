@@ -83,15 +83,17 @@ def test_the_loss_is_the_papers_whatever_the_micro_batches(seed, count, budget, 
             value, more = loss(theta, theta, micro, minibatch, Accounting())
             total += float(value)
             terms = {name: terms.get(name, 0.0) + float(term) for name, term in more.items()}
-        expected, gains = 0.0, {True: [0.0], False: [0.0]}
+        expected, gains, right = 0.0, {True: [0.0], False: [0.0]}, 0
         for p in minibatch.members:
             gain = float((theta_N - reference_N)[batch.trajectory_N == p].sum())
             sign, weight = (1, 1.5) if good_P[p] else (-1, 0.5)
             sigma = 1 / (1 + math.exp(-0.3 * sign * (gain - kl)))
             expected += weight * (1 - sigma) / len(minibatch.members)
             gains[bool(good_P[p])].append(gain)
+            right += (gain > kl) == good_P[p]
         assert total == pytest.approx(expected, abs=1e-5)
         assert terms["kto/kl"] == pytest.approx(kl, abs=1e-5)
+        assert terms["kto/accuracy"] == pytest.approx(right / len(minibatch.members), abs=1e-5)
         for name, found in (("desirable", gains[True]), ("undesirable", gains[False])):
             mean = sum(found) / max(1, len(found) - 1)
             assert terms[f"kto/{name}"] == pytest.approx(mean, abs=1e-4)
