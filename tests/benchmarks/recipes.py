@@ -103,7 +103,7 @@ MARKS = (
     Mark("dapo"),
     Mark("deepseekmath_grpo"),
     Mark("dpo"),
-    Mark("classic"),
+    Mark("classic", 0.15, gained),
     Mark("cliff_walking"),
     Mark("webshop", 0.7),
 )
