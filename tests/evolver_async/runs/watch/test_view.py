@@ -65,6 +65,18 @@ def test_only_complete_rows_are_read_and_each_once(tmp_path: Path) -> None:
     assert tail.rows() == [{"step": 2}]
 
 
+def test_held_out_rows_are_told_at_once_and_stay_in_the_panel() -> None:
+    view, found = View("run", 20), {"validation/loss": 1.5, "validation/rows": 7}
+    line = view.feed({"step": 0, "time_s": 0.0, "lineage": 1} | found)
+    assert line is not None and "loss 1.500 over 7 rows" in line
+    assert view.feed(row(1, 1.0)) is not None
+    assert view.feed(row(2, 1.1)) is None, "too soon after the line before"
+    line = view.feed(row(3, 1.2) | found | {"validation/accuracy": 0.25})
+    assert line is not None and "loss 1.500, accuracy 0.250 over 7 rows" in line
+    view.feed(row(4, 1.3))
+    assert "accuracy 0.250 over 7 rows at step 3" in text_of(view)
+
+
 def test_a_step_is_one_line_with_what_the_row_has() -> None:
     line = View("run", 20).feed(row(10, 5.0))
     assert line is not None
