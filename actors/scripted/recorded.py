@@ -174,7 +174,7 @@ def held_out_groups(tasks: DataTasks, stage: Config, index: int, kind: str) -> l
     """Make groups of at most `eval.rows` rows of the validation split, spread over it, as actors
     make them of rows that stage `index` of this kind trains on.
 
-    One that cannot be learnt has nothing to train, as there.
+    One that cannot be learnt has nothing to train, as there, and is told in the log.
     """
     chat = Chat(load_tokenizer(stage.policy.path), stage.rollout.template)
     renderer, setting = ConversationRenderer(chat, stage), setting_of(stage, chat, "", 0)
@@ -201,6 +201,8 @@ def held_out_groups(tasks: DataTasks, stage: Config, index: int, kind: str) -> l
         groups.append(
             Group(group_id=number, task=task, kind="demo", stage=index, use=0, trajectories=members)
         )
+    for left_out in setting.failures.totals():
+        log.warning("rows held out of stage %d: %s", index, left_out)
     return groups
 
 

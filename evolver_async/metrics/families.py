@@ -64,7 +64,8 @@ BEST = {  # the best or the worst value beside the last one
 
 # Means over episodes, turns or tokens of what is true or false; and the share of an ideal sample.
 RATE = re.compile(
-    r"(.*/)?(success|(avg|best)@\d+)|train/success/.+|(dpo|kto|reward_model|validation)/accuracy|validation/token_accuracy"
+    r"(.*/)?(success|(avg|best)@\d+)|train/success/.+|validation/token_accuracy"
+    r"|(dpo|kto|reward_model|validation)/accuracy"
     r"|offpolicy\w*/(ess|masked|clip_low|clip_high)"
 )
 NOT_NEGATIVE = ("offpolicy/kl", "staleness/mean")

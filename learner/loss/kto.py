@@ -39,8 +39,7 @@ class KtoLoss:
         """Return the loss and its terms.
 
         kto/accuracy: share of the trajectories on the right side of the KL. kto/desirable,
-        kto/undesirable: gain of the log-prob of such a trajectory over the
-        reference, in nats.
+        kto/undesirable: gain of the log-prob of such a trajectory over the reference, in nats.
         """
         good_N = micro.of(self.good_P[minibatch.batch.trajectory_N])
         zero_C = torch.zeros(int(micro.trajectory_N.max()) + 1, device=theta_N.device)

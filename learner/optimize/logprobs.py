@@ -64,11 +64,9 @@ class Scorer:
         return found_N
 
     def _guessed(self, model: torch.nn.Module, micro: MicroBatch) -> torch.Tensor:
-        (_, head), chunk_CD = (
-            policy.split_model(model),
-            self._hidden(model, micro).split(self.chunk),
-        )
-        best_Q = torch.cat([head(hidden_CD).argmax(-1) for hidden_CD in chunk_CD])
+        _, head = policy.split_model(model)
+        chunks = self._hidden(model, micro).split(self.chunk)
+        best_Q = torch.cat([head(hidden_CD).argmax(-1) for hidden_CD in chunks])
         return (best_Q == micro.target_Q).float().index_select(0, micro.prediction_N)
 
     def _hidden(self, model: torch.nn.Module, micro: MicroBatch) -> torch.Tensor:
