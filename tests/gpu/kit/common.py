@@ -1,4 +1,4 @@
-"""What the kit's calls share: figures that are on disk as they come, and the ceilings of a device."""
+"""What the kit's calls share: figures that are on disk as they come, ceilings of a device."""
 
 import json
 import time
