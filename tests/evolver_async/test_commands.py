@@ -2,11 +2,11 @@
 
 import json
 import os
-from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 
+from evolver_async import __version__
 from evolver_async.checkpoint.checkpoints import save
 from evolver_async.cli import main
 from evolver_async.commands.recipes import recipe_path
@@ -42,7 +42,7 @@ def test_the_version_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["--version"])
     assert ended.value.code == 0
-    assert capsys.readouterr().out == f"evolver-async {version('evolver_async')}\n"
+    assert capsys.readouterr().out == f"evolver-async {__version__}\n"
 
 
 def test_help_lists_what_people_use_alone(capsys: pytest.CaptureFixture[str]) -> None:
