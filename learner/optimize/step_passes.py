@@ -95,6 +95,19 @@ class StepPasses:
             _add(terms_of, terms)
         return total, terms_of
 
+    @torch.no_grad()
+    def measure(
+        self, stage: Config, minibatch: Minibatch, loss: MicroLoss, critic: Critic | None
+    ) -> Accounting:
+        """Return the measured tokens of a minibatch, of all ranks, for the weights as they are.
+
+        `critic`: that of the gradients before, whose token budget is measured by now.
+        """
+        accounting, limit = Accounting(), self.token_budget(stage, critic)
+        for _ in self._forward(stage, minibatch, loss, accounting, None, limit):
+            pass
+        return self.collected(accounting)
+
     def _forward(
         self,
         stage: Config,

@@ -399,7 +399,9 @@ def test_recipes_are_listed_with_one_line_each(capsys: pytest.CaptureFixture[str
     *lines, _, where, studies = capsys.readouterr().out.splitlines()
     files = {*(ROOT / "configs").rglob("*.yaml")} - {*(ROOT / "configs/studies").iterdir()}
     assert len(lines) == len(files)
-    assert "evolver-async study NAME: cold_start, correction, early_experience, evidence," in studies
+    assert (
+        "evolver-async study NAME: cold_start, correction, early_experience, evidence," in studies
+    )
     assert all(line.split()[1:] and line.endswith((".", "…")) for line in lines)
     assert str(ROOT / "configs") in where
 
