@@ -30,8 +30,10 @@ from evolver_async.buffer.tasks.task_source import MixturePart
 from evolver_async.config import Config, ConfigError
 from evolver_async.config.load import from_dict, stage_config
 from evolver_async.config.secrets import reveal
+from evolver_async.config.sections.reward import REWARD_MODEL
 from evolver_async.errors import USER_ERROR
 from evolver_async.extension import is_own
+from evolver_async.file_formats import RUN
 from evolver_async.model import policy
 from evolver_async.model.tokenizer import ModelError
 from evolver_async.process.garbage import collect_rarely, give_back_memory
@@ -48,6 +50,7 @@ from evolver_async.wire.names import unresolved
 
 UNPLAYABLE = f"host {socket.gethostname()} cannot play the run's episodes"
 LEAVE_S = 5.0
+CONVERSATIONS = "conversations"  # below the run directory, or the working directory of an actor
 NAME_S = 20.0  # a cluster can publish the name of a host after it has started an actor
 
 log = logging.getLogger(__name__)
@@ -66,19 +69,20 @@ def build(
     them.
 
     `experience`: a client of the experience service, where there is one. `run_dir`: has the reward
-    models that the run trains.
+    models that the run trains, and the actor's conversations with people.
     """
     failures, reflection = FailureCounts(), config.reflection
     idle = IdleEnvironments(config.env.processes)
     tell = partial(failures.note, "engine", config.engine.kind)
     engine, source, tokenizer = follow_weights(config, weights_address, name, tell)
     chat = Chat(tokenizer, config.rollout.template)
+    told = run_dir and run_dir / CONVERSATIONS / f"{config.run.name}.{name}.sqlite"
     components = ActorComponents(
         judge=make_judge(config, engine, chat, failures),
         guide=make_guide(config, experience, failures),
         questioner=make_questioner(config, failures, idle),
         reflector=Reflector(reflection, failures) if reflection.kind == "llm" else None,
-        agents=make_agents(config, engine, chat, failures),
+        agents=make_agents(config, engine, chat, failures, told),
         failures=failures,
         idle=idle,
         scorer=RewardScorer(config, failures, run_dir) if scores(config) else None,
@@ -129,13 +133,22 @@ def tokenizer_of(config: Config, *, launched: bool) -> str:
         raise ConfigError(f"{UNPLAYABLE}: policy.path: {error}") from error
 
 
-def check_host(config: Config, *, probes: bool) -> None:
+def check_host(config: Config, *, probes: bool, run_dir: Path | None = None) -> None:
     """Raise ConfigError for what the run's episodes need and this host lacks: a variable, code of
-    the user's, and with `probes` a requirement of an environment, such as a sandbox.
+    the user's, the reward model that the run trains unless `run_dir` is the run's, and with
+    `probes` a requirement of an environment, such as a sandbox.
 
     A lack that only a task reveals would be that task's failure and quarantine it for all actors.
     Lines of a task file are not checked: only the launcher's host has the file.
     """
+    model, stages = config.reward.model, range(len(config.stages))
+    terms = [term.name for index in stages for term in stage_config(config, index).reward.terms]
+    own = REWARD_MODEL in terms and not (model.path or model.url)
+    if own and run_dir is not None and not (run_dir / RUN).exists():
+        where = "is in the run's directory, and no run is in"
+        advice = "start the actor in it, on a file system of both hosts, or set reward.model.url"
+        problem = f"the model that the run trains {where} {run_dir}: {advice}"
+        raise ConfigError(f"{UNPLAYABLE}: reward.terms: {REWARD_MODEL}: {problem}")
     parts = dict[tuple[str, str], MixturePart]()
     for index in range(len(config.stages)):
         staged = stage_config(config, index)
@@ -193,7 +206,7 @@ def serve(args: RoleArgs) -> None:
             # No loop runs meanwhile, as an environment's own calls can run coroutines. The launcher
             # has probed its own host, where its actors run unless Ray places them: a service that
             # is down when one is started again must not end the run.
-            check_host(config, probes=args.parent_pid is None)
+            check_host(config, probes=args.parent_pid is None, run_dir=args.run_dir)
         except ValueError:
             asyncio.run(leave(client, welcome.launch))
             raise

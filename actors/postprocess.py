@@ -7,7 +7,7 @@ while a judge still labels them. Delivery continues after the end of a ticket.
 import asyncio
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeAlias
@@ -211,9 +211,14 @@ class TicketPostprocessing:
         member = finished.trajectory.member
         if finished.rewarded is not None:
             finished = await finished.rewarded()
-        graded = await self._grade(finished)
-        if self.components.scorer is not None and self.ticket.kind in ("rollout", "eval"):
-            await self._score(self.components.scorer, finished, graded)
+        try:
+            graded = await self._grade(finished)
+            if self.components.scorer is not None and self.ticket.kind in ("rollout", "eval"):
+                await self._score(self.components.scorer, finished, graded)
+        except BaseException as error:
+            if finished.settled is not None:
+                finished.settled(error)
+            raise
         self.finished.append(finished)
         if self.components.first_reply.take_in(self.ticket, finished.trajectory, self.setting):
             self.components.failures.noted.set()  # the next report has the text
@@ -223,6 +228,8 @@ class TicketPostprocessing:
                     await self._label(self.components.judge, finished)
         finally:
             sending = self.outbox.send(finished.trajectory)
+            if finished.settled is not None:
+                sending.add_done_callback(partial(_settle, finished.settled))
         with self.progress.during(member, "handing in"):
             await asyncio.shield(sending)
 
@@ -264,6 +271,12 @@ class TicketPostprocessing:
             trajectory.labels = np.array(labels, np.int8)
             trajectory.label_source = source
         self.progress.count += 1
+
+
+def _settle(settled: Callable[[object], None], sending: "asyncio.Task[Any]") -> None:
+    """Tell what became of a trajectory that was sent."""
+    cancelled = sending.cancelled()
+    settled(None if cancelled else sending.exception() or sending.result())
 
 
 def _judged(finished: Finished) -> JudgedEpisode:

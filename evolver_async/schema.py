@@ -246,6 +246,8 @@ class Trajectory(msgspec.Struct, kw_only=True, eq=False, dict=True, forbid_unkno
     not part of the episode (see `protocol/trajectories.py`).
     `players`: those of an episode of several, in the order of the configuration; each turn is one
     player's, and so are all turns of a sequence. `reward` is then the mean of theirs.
+    `conversation`: number of the conversation of people that this is, which the buffer takes once;
+    not sent for an episode that was played.
     """
 
     group_id: int
@@ -270,6 +272,7 @@ class Trajectory(msgspec.Struct, kw_only=True, eq=False, dict=True, forbid_unkno
     metrics: dict[str, float] = {}
     grammars: list[Grammar] = []
     players: list[Player] = []
+    conversation: int | msgspec.UnsetType = msgspec.UNSET
 
     def __post_init__(self) -> None:
         turns = len(self.turn_rewards)

@@ -5,34 +5,54 @@ GET    /episodes              conversations, the newest first: one's own, all wi
 GET    /episodes/<id>         one of them with its messages
 POST   /episodes/<id>/reward  {"reward": 1.0, "success": true, "metrics": {"name": 2}}, of which a
                               reward is enough; <id> can also be that of an answer
-DELETE /episodes/<id>         forgets one, unless it is delivered
-DELETE /episodes/of/<user>    forgets all of a user; needs the run's key
+DELETE /episodes/<id>         forgets one; says if the buffer has it
+DELETE /episodes/of/<user>    forgets all of a user, and says how many the buffer has; needs the
+                              run's key
 
-No ticket stands behind a call. A conversation is recorded as an agent's episode is, and waits in
-the actor's memory for its rating, and then for a ticket: that is a permit here, whose members are
-rated conversations which began with the same messages.
+No ticket stands behind a call. A conversation is recorded as an agent's episode is, and waits for
+its rating, and then for a ticket: that is a permit here, whose members are rated conversations
+which began with the same messages.
+
+What is recorded and rated is in the actor's file before a call is answered; the next process of the
+actor continues with it. A rated conversation stays rated until the buffer acknowledges it. One that
+was sent without an answer is sent again, under any ticket, and the buffer refuses it if it has it:
+so it is trained once.
 """
 
 import asyncio
 import dataclasses
+import hashlib
+import logging
 import re
 import secrets
+import sqlite3
 from collections import Counter, deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 from msgspec.structs import replace
 
+from actors.endpoint.conversation_file import (
+    ConversationFile,
+    Messages,
+    Prompt,
+    Row,
+    State,
+    StoredAnswer,
+    StoredConversation,
+)
 from actors.endpoint.external import LEAST_KEY_CHARS, End, outcome_of_end, start_key
 from actors.endpoint.http_server import Caller, EndpointServer
 from actors.endpoint.request import ChatMessage, ChatRequest, RequestRefused
 from actors.endpoint.session import Completion, EndpointSession
 from actors.endpoint.template import Template
 from actors.engines.engine import Engine
+from actors.envs.base import EnvironmentFailure
 from actors.failure_counts import FailureCounts
 from actors.formats.chat import Chat
 from actors.rollout.episode_config import Setting
@@ -42,6 +62,8 @@ from evolver_async.config import ConfigError
 from evolver_async.config.secrets import secret
 from evolver_async.config.sections.rollout import USERS, RolloutConfig
 from evolver_async.schema import Ticket
+from evolver_async.wire.client import Rejected
+from evolver_async.wire.messages import Ack, Dup
 
 PAGE = Path(__file__).with_name("conversations.html")
 USERS_KEY = "rollout.serve.users_env"
@@ -57,15 +79,16 @@ MOST_GROUPS = 1000  # of which the prompt is remembered, for tickets of their mi
 MINUTE_S, SWEEP_S = 60.0, 1.0
 NAME = re.compile(r"[A-Za-z][\w.-]{0,63}")
 ANSWER = re.compile(r"(?:[a-z]+[-_])?(\d+)(?:-0-0-\d+)?")  # id of a conversation, or of an answer
-Messages = tuple[ChatMessage, ...]
-Prompt = tuple[str, Messages]  # tools, and messages of a conversation's first call
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
 class LiveConversation:
     """One conversation. `ends`: its messages after each answer; `touched`: when it was last called
     or rated, in seconds of the loop; `rating`: None before it is rated; `episode`: what is to be
-    delivered, None before its rating and after its delivery."""
+    delivered, None before its rating and after its delivery; `sent`: True while the buffer has not
+    answered."""
 
     id: str
     user: str
@@ -74,9 +97,15 @@ class LiveConversation:
     began: float
     touched: float
     ends: list[Messages] = field(default_factory=list)
-    state: Literal["open", "rated", "delivered"] = "open"
+    state: State = "open"
     rating: End | None = None
     episode: Finished | None = None
+    sent: bool = False
+
+    def stored(self, rating: End | None = None) -> StoredConversation:
+        """Return what the file holds, with this rating."""
+        lasted_s = self.touched - self.began
+        return StoredConversation(self.prompt, lasted_s, rating, self.session.stored())
 
 
 class Permit(NamedTuple):
@@ -97,13 +126,14 @@ class Rated(NamedTuple):
 
 @dataclass(eq=False)
 class Conversations:
-    """Conversations of one actor, with the interface of `AgentRunner`. Times are the loop's. Raise
-    ConfigError for keys that are not there."""
+    """Conversations of one actor, with the interface of `AgentRunner`. Times are the loop's, and
+    begin anew with the process. Raise ConfigError for keys that are not there."""
 
     engine: Engine
     chat: Chat
     rollout: RolloutConfig
     failures: FailureCounts = field(default_factory=FailureCounts)
+    file: ConversationFile = field(default_factory=ConversationFile)
     page: bytes = field(default_factory=PAGE.read_bytes)
     counts: Counter[str] = field(default_factory=Counter)
     _known: dict[str, LiveConversation] = field(default_factory=dict)  # oldest first
@@ -111,7 +141,7 @@ class Conversations:
         default_factory=dict
     )  # and by user
     _rated: dict[Prompt, deque[LiveConversation]] = field(default_factory=dict)
-    _prompts: dict[int, Prompt] = field(default_factory=dict)  # of groups
+    _prompts: dict[int, bytes] = field(default_factory=dict)  # of groups, as hashes
     _permits: deque[Permit] = field(default_factory=deque)
     _calls: dict[str, deque[float]] = field(default_factory=dict)  # of the last minute, by user
     _curve: deque[tuple[float, Rated]] = field(default_factory=lambda: deque(maxlen=CURVE))
@@ -124,12 +154,16 @@ class Conversations:
         self._template = Template(self.chat)
         self._patterns = [re.compile(pattern) for pattern in serve.redact]
         self._server = EndpointServer(USERS, self.failures, endpoint, self, self)
+        self._prompts = self.file.groups()
 
     async def run(
         self, ticket: Ticket, setting: Setting, progress: TicketProgress, deliver: Deliver
     ) -> None:
         """Wait until there are rated conversations for all members of a ticket; deliver them."""
+        first = self._newest is None
         self._newest = ticket, setting, TicketProgress(clock=progress.clock)
+        for row in self.file.rows() if first else ():
+            self._restore(row, setting)
         await self._server.listen()
         permit = Permit(ticket, deliver, asyncio.get_running_loop().create_future())
         self._permits.append(permit)
@@ -156,6 +190,7 @@ class Conversations:
 
     async def close(self) -> None:
         await self._server.close()
+        self.file.close()
 
     def caller(self, holder: str, *, trains: bool) -> Caller:
         """Return what answers the calls of a user."""
@@ -174,10 +209,19 @@ class Conversations:
             if holder != OPERATOR:
                 raise RequestRefused("needs the key of the run", "not_allowed", 403)
             theirs = [one for one in self._known.values() if one.user == rest]
-            return msgspec.json.encode({"forgotten": sum(map(self._forget, theirs))})
+            forgotten = self._forget(*theirs)
+            counts = {"forgotten": forgotten, "delivered": len(self.file.delivered(user=rest))}
+            return msgspec.json.encode(counts)
         if (method, path) == ("GET", ""):
             return msgspec.json.encode(self._listed(holder))
         found = self._find(holder, first)
+        if (method, rest) == ("DELETE", ""):
+            forgotten = self._forget(found) if found is not None else 0
+            named = ANSWER.fullmatch(first)
+            taken = self.file.delivered(id=named[1]) if named else []
+            delivered = sum(holder in (OPERATOR, user) for _, user in taken)
+            if found is not None or delivered:
+                return msgspec.json.encode({"forgotten": forgotten, "delivered": delivered})
         if found is None:
             raise RequestRefused("there is no such conversation", "no_episode", 404)
         if (method, rest) == ("GET", ""):
@@ -186,8 +230,6 @@ class Conversations:
         if (method, rest) == ("POST", "reward"):
             self._rate(found, body)
             return msgspec.json.encode({"episode": found.id})
-        if (method, rest) == ("DELETE", ""):
-            return msgspec.json.encode({"forgotten": int(self._forget(found))})
         raise RequestRefused(f"{method} episodes/{path} is not supported", "not_found", 404)
 
     def sweep(self) -> None:
@@ -196,9 +238,13 @@ class Conversations:
         if now < self._swept + SWEEP_S:
             return
         self._swept = now
-        for one in [*self._known.values()]:
-            if one.touched + self.rollout.reward_wait_s < now and not one.session.busy:
-                self._drop(one)
+        over = [
+            one
+            for one in self._known.values()
+            if one.touched + self.rollout.reward_wait_s < now and not (one.session.busy or one.sent)
+        ]
+        if over:
+            self._drop(*over)
 
     async def _complete(self, user: str, trains: bool, request: ChatRequest) -> list[Completion]:
         """Answer a call of the API forms. Raise RequestRefused."""
@@ -221,10 +267,14 @@ class Conversations:
         found.touched = asyncio.get_running_loop().time()
         if found.id not in self._known:
             self._add(found)
-        for history in found.session.recorder.histories():
-            if history not in found.ends:
-                found.ends.append(history)
-                self._by_end[user, history] = found
+        stored = list[StoredAnswer]()
+        for answer in answers:
+            said = found.session.conversations[answer.name]
+            end = (*request.messages[: request.instructed], *said)
+            stored.append(StoredAnswer(answer.name, request.instructed, end))
+            self._note_end(found, end)
+        with _storing():
+            self.file.save(found.id, user, found.state, found.stored(), stored)
         return answers
 
     def _limit(self, user: str, calls: int) -> None:
@@ -268,10 +318,44 @@ class Conversations:
         prompt, now = (request.tools_text, request.messages), asyncio.get_running_loop().time()
         return LiveConversation(str(ticket.group_id), user, session, prompt, now, now)
 
+    def _restore(self, row: Row, setting: Setting) -> None:
+        """Continue a conversation that an earlier process of the actor has stored."""
+        assert self._newest is not None, "the file is read with the first ticket"
+        now, body = asyncio.get_running_loop().time(), row.body
+        ticket, progress = body.session.ticket, self._newest[2]
+        session = EndpointSession(ticket, 0, setting, self.engine, self._template, progress)
+        session.restore(body.session)
+        one = LiveConversation(row.id, row.user, session, body.prompt, now - body.lasted_s, now)
+        self._known[one.id] = one
+        for answer in row.answers:
+            session.conversations[answer.name] = answer.messages[answer.instructed :]
+            self._note_end(one, answer.messages)
+        one.rating, one.state = body.rating, row.state
+        if one.state != "rated":
+            return
+        assert one.rating is not None, "it is stored with its rating"
+        try:
+            one.episode = session.finished(outcome_of_end(one.rating, session), body.lasted_s)
+        except (RewardTooLarge, RequestRefused) as error:
+            log.warning("a rated conversation fits the run no more: %s", error)
+            self._drop(one)
+        else:
+            self._rated.setdefault(one.prompt, deque()).append(one)
+
+    def _note_end(self, one: LiveConversation, end: Messages) -> None:
+        """Note messages that a call can continue."""
+        if end not in one.ends:
+            one.ends.append(end)
+            self._by_end[one.user, end] = one
+
     def _add(self, conversation: LiveConversation) -> None:
-        """Remember a conversation, in the place of the oldest one if there are too many."""
+        """Remember a conversation, in the place of the oldest one if there are too many: of one
+        that is not to be delivered, if there is any."""
         while len(self._known) >= self.rollout.serve.conversations:
-            self._drop(next(iter(self._known.values())))
+            places = [one for one in self._known.values() if not one.sent]
+            if not places:
+                break
+            self._drop(min(places, key=lambda one: one.state == "rated"))
         self._known[conversation.id] = conversation
         self.counts["conversations"] += 1
 
@@ -298,61 +382,89 @@ class Conversations:
         now = asyncio.get_running_loop().time()
         outcome = outcome_of_end(rating, one.session)
         try:
-            one.episode = one.session.finished(outcome, one.touched - one.began)
+            episode = one.session.finished(outcome, one.touched - one.began)
         except RewardTooLarge as error:
             raise RequestRefused(str(error)) from None
-        one.rating, one.state, one.touched = rating, "rated", now
+        with _storing():
+            self.file.save(one.id, one.user, "rated", one.stored(rating), synced=True)
+        one.rating, one.state, one.touched, one.episode = rating, "rated", now, episode
         self._rated.setdefault(one.prompt, deque()).append(one)
         self.counts["rated"] += 1
-        sampled = [
-            run.weights for each in one.episode.trajectory.sequences for run in each.versions
-        ]
+        sampled = [run.weights for each in episode.trajectory.sequences for run in each.versions]
         newest = str(max(sampled)) if sampled else ""
-        self._curve.append((now, Rated(0.0, one.episode.trajectory.reward, newest)))
+        self._curve.append((now, Rated(0.0, episode.trajectory.reward, newest)))
         self._match()
 
     def _match(self) -> None:
         """Deliver rated conversations for which there is a ticket, the oldest prompts first."""
-        for permit in [*self._permits]:
+        for permit in [one for one in self._permits if not one.used.done()]:
             group, members = permit.ticket.group_id, permit.ticket.members
-            prompts = [self._prompts[group]] if group in self._prompts else [*self._rated]
-            fits = (one for one in prompts if len(self._rated.get(one, ())) >= len(members))
+            known = self._prompts.get(group)
+            full = (one for one, alike in self._rated.items() if len(alike) >= len(members))
+            fits = (one for one in full if known is None or known == _hashed(one))
             if (prompt := next(fits, None)) is None:
                 continue
             alike = self._rated[prompt]
             self._permits.remove(permit)
-            self._prompts[group] = prompt  # a member that comes to nothing is granted again
-            if len(self._prompts) > MOST_GROUPS:
-                del self._prompts[next(iter(self._prompts))]
+            if known is None:  # a member that comes to nothing is granted again
+                self._prompts[group] = _hashed(prompt)
+                self.file.note_group(group, self._prompts[group], MOST_GROUPS)
+                if len(self._prompts) > MOST_GROUPS:
+                    del self._prompts[next(iter(self._prompts))]
             for member in members:
                 one = alike.popleft()
                 assert one.episode is not None, "it is rated"
-                permit.deliver(_as_member(one.episode, permit.ticket, member))
-                one.state, one.episode = "delivered", None
-                self.counts["delivered"] += 1
+                one.sent = True
+                episode = _as_member(one.episode, permit.ticket, member, int(one.id))
+                permit.deliver(dataclasses.replace(episode, settled=partial(self._settled, one)))
             if not alike:
                 del self._rated[prompt]
             if not permit.used.done():
                 permit.used.set_result(None)
 
-    def _drop(self, one: LiveConversation) -> None:
-        """Forget a conversation; count it if it was never rated, or rated and not delivered."""
-        if one.state != "delivered":
-            self.counts["unrewarded" if one.state == "open" else "undelivered"] += 1
-        self._remove(one)
+    def _settled(self, one: LiveConversation, outcome: object) -> None:
+        """Note that the buffer has a conversation, or wait for another ticket."""
+        one.sent = False
+        if isinstance(outcome, Ack | Dup):
+            one.state, one.episode = "delivered", None
+            self.counts["delivered"] += 1
+            self.file.deliver(one.id, one.user)
+        elif one.id not in self._known:  # forgotten meanwhile
+            return
+        elif isinstance(outcome, Rejected | EnvironmentFailure):  # and would be again
+            self._rated.setdefault(one.prompt, deque()).append(one)
+            self._drop(one)
+        else:
+            self._rated.setdefault(one.prompt, deque()).append(one)
+            self._match()
 
-    def _forget(self, one: LiveConversation) -> bool:
-        """Forget a conversation on demand; return False if it was delivered before."""
-        self.counts["forgotten"] += one.state != "delivered"
-        self._remove(one)
-        return one.state != "delivered"
+    def _drop(self, *gone: LiveConversation) -> None:
+        """Forget conversations; count those that were never rated, or rated and not delivered."""
+        for one in gone:
+            if one.state != "delivered":
+                self.counts["unrewarded" if one.state == "open" else "undelivered"] += 1
+            self._remove(one)
+        self.file.delete(one.id for one in gone)
+
+    def _forget(self, *gone: LiveConversation) -> int:
+        """Forget conversations on demand; return how many were not delivered."""
+        forgotten = 0
+        for one in gone:
+            if one.sent:  # the buffer may have it, and does as a rule
+                self.file.deliver(one.id, one.user)
+            forgotten += not one.sent and one.state != "delivered"
+            self._remove(one)
+        self.counts["forgotten"] += forgotten
+        self.file.delete((one.id for one in gone), scrub=True)
+        return forgotten
 
     def _remove(self, one: LiveConversation) -> None:
+        """Forget a conversation, apart from the file."""
         del self._known[one.id]
         for end in one.ends:
             if self._by_end.get((one.user, end)) is one:
                 del self._by_end[one.user, end]
-        if one.state == "rated":
+        if one.state == "rated" and not one.sent:
             self._rated[one.prompt].remove(one)
             if not self._rated[one.prompt]:
                 del self._rated[one.prompt]
@@ -397,9 +509,23 @@ def user_keys(key_env: str, users_env: str) -> dict[bytes, str]:
     return keys
 
 
-def _as_member(episode: Finished, ticket: Ticket, member: int) -> Finished:
-    """Return an episode as a member of a ticket's group."""
+def _as_member(episode: Finished, ticket: Ticket, member: int, conversation: int) -> Finished:
+    """Return the episode of a conversation as a member of a ticket's group."""
     names = {"group_id": ticket.group_id, "member": member, "attempt": ticket.attempt}
-    trajectory = replace(episode.trajectory, **names)
+    trajectory = replace(episode.trajectory, **names, conversation=conversation)
     transcript = replace(episode.transcript, trajectory_id=trajectory.trajectory_id)
     return dataclasses.replace(episode, trajectory=trajectory, transcript=transcript)
+
+
+def _hashed(prompt: Prompt) -> bytes:
+    return hashlib.sha256(msgspec.json.encode(prompt)).digest()
+
+
+@contextmanager
+def _storing() -> Iterator[None]:
+    """Refuse a call if what it brings cannot be stored."""
+    try:
+        yield
+    except sqlite3.Error as error:
+        log.error("a conversation cannot be stored: %s", error)
+        raise RequestRefused(f"it cannot be stored: {error}", "not_stored", 503) from error

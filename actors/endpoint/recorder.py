@@ -13,7 +13,7 @@ from typing import NamedTuple
 from actors.endpoint.request import ChatMessage, ChatRequest, RequestRefused
 from actors.endpoint.template import Template
 from actors.engines.engine import Generation
-from actors.formats.chat import Stream
+from actors.formats.chat import StoredStream, Stream
 from evolver_async.schema import Role, Sequence
 
 
@@ -37,6 +37,17 @@ class ChatThread:
     history: tuple[ChatMessage, ...] = ()
     points: list[TurnEnd] = field(default_factory=list)
     busy: bool = True
+
+
+class StoredThread(NamedTuple):
+    """A `ChatThread` between calls."""
+
+    number: int
+    player: str
+    tools: str
+    stream: StoredStream
+    history: tuple[ChatMessage, ...]
+    points: list[TurnEnd]
 
 
 class PendingCall(NamedTuple):
@@ -71,6 +82,22 @@ class Recorder:
     def turns(self) -> int:
         """Number of finished calls."""
         return len(self.players)
+
+    def stored(self) -> list[StoredThread]:
+        return [
+            StoredThread(t.number, t.player, t.tools, t.stream.stored(), t.history, t.points)
+            for t in self._threads
+        ]
+
+    def restore(self, threads: list[StoredThread], players: list[str], merged: int) -> None:
+        """Continue an episode that another process recorded."""
+        self.players, self.merged = players, merged
+        self._numbers = max((one.number for one in threads), default=-1) + 1
+        for one in threads:
+            thread = ChatThread(one.number, one.player, one.tools, busy=False)
+            thread.stream.restore(one.stream)
+            thread.history, thread.points = one.history, one.points
+            self._threads.append(thread)
 
     def begin(self, request: ChatRequest, player: str = "") -> PendingCall:
         """Prepare the context of a player's call; `finish` or `abandon` must follow. Raise

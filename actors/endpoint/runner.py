@@ -12,8 +12,10 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
+from actors.endpoint.conversation_file import ConversationFile
 from actors.endpoint.conversations import Conversations
 from actors.endpoint.external import (
     ExternalEpisodes,
@@ -344,14 +346,20 @@ async def _end(session: EndpointSession, setting: Setting, limit: asyncio.Timeou
 
 
 def make_agents(
-    config: Config, engine: Engine, chat: Chat, failures: FailureCounts | None = None
+    config: Config,
+    engine: Engine,
+    chat: Chat,
+    failures: FailureCounts | None = None,
+    conversations: Path | None = None,
 ) -> AgentRunner | Conversations | None:
-    """Make the runner of the configured agent; None if `rollout.agent` is empty."""
+    """Make the runner of the configured agent; None if `rollout.agent` is empty. `conversations`:
+    the file of those with people."""
     path, failures = config.rollout.agent, failures or FailureCounts()
     if not path:
         return None
     if path == USERS:
-        return Conversations(engine, chat, config.rollout, failures)
+        file = ConversationFile(conversations)
+        return Conversations(engine, chat, config.rollout, failures, file)
     for client in ("httpx", "httpx2"):  # at INFO they log every call
         logging.getLogger(client).setLevel(logging.WARNING)
     judge = None

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from actors.endpoint.outcome import AgentOutcome, paid
-from actors.endpoint.recorder import PendingCall, Recorder
+from actors.endpoint.recorder import PendingCall, Recorder, StoredThread
 from actors.endpoint.request import ChatMessage, ChatRequest, RequestRefused
 from actors.endpoint.template import Template
 from actors.endpoint.tools import CALL_END, ParsedTurn
@@ -42,6 +42,22 @@ class Completion(NamedTuple):
     def call_id(self, index: int) -> str:
         """Return the id of a tool call."""
         return f"call-{self.name}-{index}"
+
+
+class StoredSession(NamedTuple):
+    """A session between calls, apart from its `conversations`. `started`: calls, `ruled`: turns by
+    their grammar."""
+
+    ticket: Ticket
+    threads: list[StoredThread]
+    players: list[str]
+    merged: int
+    flags: list[int]
+    turns: list[Turn]
+    limited: bool
+    generated_s: float
+    ruled: dict[str, list[int]]
+    started: int
 
 
 @dataclass(eq=False)
@@ -142,6 +158,28 @@ class EndpointSession:
             known = f"none of the players {', '.join(players)} (rollout.players)"
             raise RequestRefused(f"model: {request.model[:100]!r} is {known}", MODEL_UNKNOWN, 404)
         return request.model
+
+    def stored(self) -> StoredSession:
+        """Return what `restore` continues from."""
+        return StoredSession(
+            ticket=self.ticket,
+            threads=self.recorder.stored(),
+            players=self.recorder.players,
+            merged=self.recorder.merged,
+            flags=[int(flag) for flag in self.flags],
+            turns=self.turns,
+            limited=self.limited,
+            generated_s=self._generated_s,
+            ruled=self._ruled,
+            started=self._started,
+        )
+
+    def restore(self, stored: StoredSession) -> None:
+        """Continue a session of the same ticket that another process had."""
+        self.recorder.restore(stored.threads, stored.players, stored.merged)
+        self.flags, self.turns = [TurnFlag(flag) for flag in stored.flags], stored.turns
+        self.limited, self._generated_s = stored.limited, stored.generated_s
+        self._ruled, self._started = stored.ruled, stored.started
 
     async def answered(self, timeout_s: float) -> None:
         """Wait until no call is being answered, for at most `timeout_s`."""

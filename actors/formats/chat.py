@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 from datetime import datetime
 from functools import lru_cache
 from itertools import takewhile
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -392,6 +392,17 @@ def encodable(text: str) -> str:
     return text.encode(errors="replace").decode()
 
 
+class StoredStream(NamedTuple):
+    """A stream in a file of this host: tokens int32[L], roles uint8[L], turns int16[L] and logprobs
+    float32[L] as bytes, and the runs of its weights."""
+
+    tokens: bytes
+    roles: bytes
+    turns: bytes
+    logprobs: bytes
+    weights: list[tuple[WeightId, int]]
+
+
 class Stream:
     """Token stream of an episode while it grows."""
 
@@ -430,3 +441,15 @@ class Stream:
             logprobs=np.array(self._logprobs, np.float32),
             versions=[VersionRun(weights=weights, tokens=n) for weights, n in self._weights],
         )
+
+    def stored(self) -> StoredStream:
+        arrays = array("i", self.tokens), self._roles, self._turns, self._logprobs
+        return StoredStream(*(one.tobytes() for one in arrays), self._weights)
+
+    def restore(self, stored: StoredStream) -> None:
+        """Fill an empty stream."""
+        tokens = array("i")
+        arrays = tokens, self._roles, self._turns, self._logprobs
+        for one, data in zip(arrays, stored[:4], strict=True):
+            one.frombytes(data)
+        self.tokens, self._weights = tokens.tolist(), stored.weights

@@ -165,9 +165,7 @@ class Endpoint:
             try:
                 return await self._call_within_limits(body, deadline - loop.time())
             except Unavailable as failure:
-                # Drawn from the content of the call: a rerun waits alike.
-                jitter = 0.5 + uniform(zlib.crc32(body), "pause", attempt)
-                pause_s = max(PAUSE_S * 2**attempt * jitter, failure.pause_s)
+                pause_s = pause_before_retry(body, attempt, failure)
                 too_late = loop.time() + pause_s >= deadline or pause_s > LONGEST_PAUSE_S
                 if attempt == self._llm.retries or not failure.retryable or too_late:
                     raise self._unavailable(failure.reason, failure) from None
@@ -273,6 +271,13 @@ def authorization(key_env: str, named: str) -> dict[str, str]:
     if not (key.isascii() and key.isprintable() and key.strip()):
         raise ConfigError(f"{named}: {key_env} holds no valid key")
     return {"authorization": f"Bearer {key}"}
+
+
+def pause_before_retry(body: bytes, attempt: int, failure: Unavailable) -> float:
+    """Return the seconds to wait after the failure of an attempt, the first of which is 0; they are
+    drawn from the content of the call, so a rerun waits alike."""
+    jitter = 0.5 + uniform(zlib.crc32(body), "pause", attempt)
+    return max(PAUSE_S * 2**attempt * jitter, failure.pause_s)
 
 
 def status_failure(response: httpx.Response, received: bytes) -> Unavailable:

@@ -5,7 +5,13 @@ import asyncio
 import httpx
 import msgspec
 
-from actors.llm.endpoint_client import authorization
+from actors.llm.endpoint_client import (
+    LONGEST_PAUSE_S,
+    Unavailable,
+    authorization,
+    pause_before_retry,
+    status_failure,
+)
 from actors.rewards.facts import EpisodeFacts, Message, Unscorable
 from evolver_async.config.sections.reward import ScoringModelConfig
 from evolver_async.schema import Role
@@ -51,24 +57,40 @@ class ServedModel:
     def __init__(self, settings: ScoringModelConfig, timeout_s: float) -> None:
         self._settings, self._timeout_s = settings, timeout_s
         headers = authorization(settings.key_env, "reward.model.key_env")
-        transport = httpx.AsyncHTTPTransport(retries=2)  # of connections
-        self._client = httpx.AsyncClient(headers=headers, transport=transport, timeout=None)
+        headers["content-type"] = "application/json"
+        self._client = httpx.AsyncClient(headers=headers, timeout=None)
 
     async def score(self, facts: EpisodeFacts) -> float:
-        """Return the reward of an episode. Raises Unscorable: it is never guessed."""
-        body = {"messages": conversation(facts)}
-        if self._settings.name:
-            body["model"] = self._settings.name  # pyright: ignore[reportArgumentType]
+        """Return the reward of an episode, with retries. Raises Unscorable: it is never guessed."""
+        named = {"model": self._settings.name} if self._settings.name else {}
+        body = msgspec.json.encode({"messages": conversation(facts)} | named)
+        attempt = 0
+        while True:
+            try:
+                return await self._scored(body)
+            except Unavailable as failure:
+                pause_s = pause_before_retry(body, attempt, failure)
+                last = attempt == self._settings.retries or pause_s > LONGEST_PAUSE_S
+                if last or not failure.retryable:
+                    raise Unscorable(f"got {failure}") from None
+            attempt += 1
+            await asyncio.sleep(pause_s)
+
+    async def _scored(self, body: bytes) -> float:
+        """Ask once. Raise Unavailable, or Unscorable for an answer that would be the same again."""
         try:
             async with asyncio.timeout(self._timeout_s):
-                response = await self._client.post(self._settings.url, json=body)
+                response = await self._client.post(self._settings.url, content=body)
         except TimeoutError:
-            raise Unscorable(f"got no answer within {self._timeout_s:g} s") from None
+            raise Unavailable("timeout", f"no answer within {self._timeout_s:g} s") from None
         except (httpx.HTTPError, OSError, ValueError) as error:
-            raise Unscorable(f"got no answer: {type(error).__name__}: {error}") from None
+            text = f"no answer: {type(error).__name__}: {error}"
+            raise Unavailable("connection", text) from None
+        if response.status_code != 200:
+            raise status_failure(response, response.content)
         shown = response.text[:EXCERPT]
-        if response.status_code != 200 or len(response.content) > MOST_BYTES:
-            raise Unscorable(f"got status {response.status_code}: {shown!r}")
+        if len(response.content) > MOST_BYTES:
+            raise Unscorable(f"got more than {MOST_BYTES} bytes: {shown!r}")
         try:
             answer = msgspec.json.decode(response.content, type=_ScoreReply)
         except (ValueError, RecursionError) as error:

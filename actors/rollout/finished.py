@@ -17,9 +17,11 @@ from evolver_async.wire.transcripts import Transcript, Turn
 @dataclass(frozen=True)
 class Finished:
     """One finished episode. `rewarded`: waits for the reward of one that has none yet, and returns
-    it with the reward. `query`: its task as text; `ending`: its last observation;
-    `instructions`: the environment's in plain English, as they are after `reset`; `acted`: the
-    actions that the environment was given, in order; `tools`: specs of those that turns could call.
+    it with the reward. `settled`: told what became of one that can be delivered again: the reply
+    to it, or the exception that kept it from being sent or answered. `query`: its task as text;
+    `ending`: its last observation; `instructions`: the environment's in plain English, as they are
+    after `reset`; `acted`: the actions that the environment was given, in order; `tools`: specs of
+    those that turns could call.
 
     `scores`: the environment's before the first turn and after each. These, the instructions, the
     actions and the transcript are empty where nothing reads them.
@@ -34,6 +36,7 @@ class Finished:
     tools: list[dict[str, Any]]
     scores: list[float]
     rewarded: "Callable[[], Awaitable[Finished]] | None" = None
+    settled: Callable[[object], None] | None = None
 
 
 Deliver = Callable[[Finished], None]

@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import msgspec
+
 from evolver_async.buffer.log.capacity import DiskCapacity
 from evolver_async.buffer.log.store import BufferStore
 from evolver_async.buffer.monitor.failures import Failures
@@ -36,11 +38,18 @@ class Arrivals:
     advise: Callable[[str, str], None]
 
     def push(self, peer: str, trajectory: Trajectory, now: float) -> Reply:
-        """Accept a granted member; the first copy counts, later ones are duplicates."""
+        """Accept a granted member; the first copy counts, later ones are duplicates.
+
+        A conversation of people is a duplicate where it has arrived, in whatever place. One whose
+        place another has taken is stale, so its actor delivers it elsewhere.
+        """
         store, group_id, member = self.store, trajectory.group_id, trajectory.member
         tokens = trajectory.action_tokens
         held = store.replay.at.groups.get(group_id)
-        if held is None:
+        lives = trajectory.conversation is not msgspec.UNSET
+        if trajectory.conversation in store.state.conversations:
+            return self._refuse("duplicate", tokens, messages.Dup())
+        if held is None or (lives and member in held.arrived):
             return self._refuse("stale", tokens, messages.Stale())
         if member in held.arrived:
             return self._refuse("duplicate", tokens, messages.Dup())
@@ -136,4 +145,5 @@ def _arrival(trajectory: Trajectory, tokens: int) -> records.Arrived:
         sampled=ends(trajectory),
         numbers=own_numbers(trajectory),
         players={one.name: (one.reward, one.success) for one in trajectory.players if one.turns},
+        conversation=trajectory.conversation or 0,
     )

@@ -56,6 +56,10 @@ def train(args: argparse.Namespace) -> int:
                 raise
             say(finished)
             return 0
+        if config.rollout.agent == USERS:
+            endpoint = config.rollout.endpoint
+            url = f"http://{endpoint.public_host or endpoint.bind}:{endpoint.port}/"
+            lines = [*lines, f"people talk to the policy at {url} once actor-0 has loaded it"]
         say("\n".join([str(run_dir), *lines]), flush=True)
         if config.metrics.prometheus:
             with as_config_errors():

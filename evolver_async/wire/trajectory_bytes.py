@@ -32,6 +32,7 @@ HEADER_SHARE = 4  # a context of 128 bytes in the header has about 1 KB of array
 MOST_HEADER_BYTES = 6 << 20  # for a context in each of the 32,767 turns that can be numbered
 PARCEL_BYTES = 64 << 20
 ALIGNMENT = 8
+UNSENT = ("conversation",)  # fields that a header lacks where they are unset
 DTYPES = {name: np.dtype(name) for name in ("int8", "uint8", "int16", "int32", "float32")}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 if sys.byteorder != "little":
@@ -49,8 +50,9 @@ def _header_of(kind: type[msgspec.Struct], **other: Any) -> type[msgspec.Struct]
     """Make the type of a `kind` in a header, where an array is its dtype and length."""
     hints = get_type_hints(kind)
     fields = [(name, tuple[str, int] if hints[name] is Array else hints[name]) for name in hints]
-    fields = [(name, other.get(name, its_type)) for name, its_type in fields]
-    return msgspec.defstruct(kind.__name__, fields, kw_only=True, forbid_unknown_fields=True)
+    typed = [(name, other.get(name, its_type)) for name, its_type in fields]
+    given = [(*one, msgspec.UNSET) if one[0] in UNSENT else one for one in typed]
+    return msgspec.defstruct(kind.__name__, given, kw_only=True, forbid_unknown_fields=True)
 
 
 _TrajectoryHeader = _header_of(Trajectory, sequences=list[_header_of(Sequence)])  # type: ignore[misc]

@@ -18,6 +18,7 @@ from actors.main import check_host, main
 from evolver_async.buffer.service import BufferService
 from evolver_async.config import ConfigError
 from evolver_async.config.load import load
+from evolver_async.file_formats import RUN
 from evolver_async.model.tokenizer import ModelError
 from evolver_async.process.setup import RoleArgs
 from evolver_async.wire import messages
@@ -74,6 +75,17 @@ def test_code_that_an_actors_host_lacks_is_named_before_a_task_fails(
     config = load(None, [STAGE, argument])
     with pytest.raises(ConfigError, match=rf"^host .+ cannot play .*: {key}"):
         check_host(config, probes=False)
+
+
+def test_the_reward_model_of_a_run_is_missed_where_its_directory_is_not(tmp_path: Path) -> None:
+    scored = "{kind: rl, steps: 1, override: {reward: {terms: [reward_model]}}}"
+    config = load(None, [f"stages=[{{kind: reward_model, steps: 1}}, {scored}]"])
+    with pytest.raises(ConfigError, match=r"^host .+ cannot play .*: reward\.terms: "):
+        check_host(config, probes=False, run_dir=tmp_path)
+    (tmp_path / RUN).touch()
+    check_host(config, probes=False, run_dir=tmp_path)
+    config.reward.model.url = "http://elsewhere"
+    check_host(config, probes=False, run_dir=tmp_path / "other")
 
 
 class Choosy(Bandit):

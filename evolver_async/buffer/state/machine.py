@@ -3,6 +3,8 @@
 The live service and a restart run the same `apply`, so both reach the same state.
 """
 
+import msgspec
+
 from evolver_async.buffer.state import records
 from evolver_async.buffer.state.admission import StageNumbers
 from evolver_async.buffer.state.evaluations import EvaluationQueue
@@ -20,6 +22,9 @@ from evolver_async.buffer.state.replay import Replay
 from evolver_async.buffer.tasks.stream import TaskStream
 from evolver_async.buffer.tasks.task_source import TaskSource
 
+# Conversations of people whose arrival is remembered. An actor that was killed sends again what was
+# not acknowledged, by when others have not delivered as many.
+MOST_CONVERSATIONS = 1 << 16
 NOWHERE: Location = (0, 0, 0, 0)  # of a trajectory that is not kept
 
 
@@ -36,6 +41,7 @@ class BufferState:
         self.tasks = TaskStream(seed, sources[0])
         self.guidance = GuidanceRecord()
         self.evaluations = EvaluationQueue()
+        self.conversations: dict[int, None] = {}  # of people, that arrived; the oldest first
 
     def snapshot(self) -> records.StateSnapshot:
         return records.StateSnapshot(
@@ -45,6 +51,7 @@ class BufferState:
             cursor=self.tasks.cursor,
             guidance=self.guidance,
             evaluations=self.evaluations,
+            conversations=[*self.conversations] or msgspec.UNSET,
         )
 
     def restore(self, snapshot: records.StateSnapshot) -> None:
@@ -55,6 +62,7 @@ class BufferState:
         self.ledger = snapshot.ledger
         self.guidance = snapshot.guidance
         self.evaluations = snapshot.evaluations
+        self.conversations = dict.fromkeys(snapshot.conversations or ())
         self.tasks.switch(self.sources[snapshot.position.stage])
         self.tasks.restore(snapshot.cursor)
 
@@ -135,6 +143,10 @@ class BufferState:
         )
         held = self.replay.arrive(record.group_id, record.member, member)
         self.ledger.arrive(held.kind, record.tokens, record.turns)
+        if record.conversation:
+            self.conversations[record.conversation] = None
+            if len(self.conversations) > MOST_CONVERSATIONS:
+                del self.conversations[next(iter(self.conversations))]
         if held.missing:
             return
         if held.pinned is None:

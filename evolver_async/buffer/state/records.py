@@ -51,7 +51,7 @@ class Reissued(Record, tag="reissued"):
     weights: WeightId | None = None
 
 
-class Arrived(Record, tag="arrived"):
+class Arrived(Record, tag="arrived", omit_defaults=True):
     """Arrival of a member, with the facts that decisions need."""
 
     group_id: int
@@ -67,6 +67,7 @@ class Arrived(Record, tag="arrived"):
     sampled: list[WeightId]
     numbers: dict[str, float] = {}
     players: dict[str, tuple[float, bool]] = {}  # reward and success of those that moved
+    conversation: int = 0  # of people; 0 for an episode that was played
 
 
 class Failed(Record, tag="failed"):
@@ -176,6 +177,7 @@ class StateSnapshot(Record, tag="snapshot"):
     cursor: Cursor
     guidance: GuidanceRecord
     evaluations: EvaluationQueue
+    conversations: list[int] | msgspec.UnsetType = msgspec.UNSET  # of people, the newest
     format: int = JOURNAL_FORMAT
 
 

@@ -54,6 +54,8 @@ class ScoringModelConfig:
     url: Annotated[str, Pattern(r"(https?://\S+)?", "an http(s) URL")] = ""
     name: str = ""  # of the model at the server
     key_env: Variable = ""  # environment variable that holds the API key; "" sends none
+    # after a status of 5xx or 429, or no answer within reward.timeout_s; with growing pauses
+    retries: int = 3
 
 
 @dataclass
@@ -72,7 +74,7 @@ class RewardConfig:
     success: str = "auto"
     threshold: Signed = 1.0  # of the term, without its weight, or of the total
     workers: Count = 2  # processes of an actor for own functions, math and regex
-    timeout_s: Positive = 30.0  # of one term of one episode
+    timeout_s: Positive = 30.0  # of one term of one episode; of one try at reward.model.url
     llm: LlmConfig = field(default_factory=LlmConfig)  # the endpoint of terms named llm
     # that of terms named reward_model
     model: ScoringModelConfig = field(default_factory=ScoringModelConfig)

@@ -1,18 +1,22 @@
 """People who use the policy: their conversations are recorded, rated later, and delivered."""
 
 import asyncio
+import re
+import shutil
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 from browser import EXECUTABLE, browsing
 from launches import free_port, wait_for
 from msgspec.structs import replace
 from scripted_agents import ASK, CHAT, LOOK, NEW, Scripted, called, setting, ticket
 
+from actors.endpoint.conversation_file import ConversationFile
 from actors.endpoint.conversations import OPERATOR, Conversations, user_keys
 from actors.engines.engine import Engine
 from actors.rollout.finished import Finished
@@ -21,6 +25,8 @@ from evolver_async.config import ConfigError
 from evolver_async.config.load import load
 from evolver_async.config.sections.rollout import EndpointConfig, RolloutConfig, ServeConfig
 from evolver_async.schema import Role
+from evolver_async.wire import messages
+from evolver_async.wire.client import Rejected
 
 KEYS, RUN = "EVOLVER_TEST_USERS", "EVOLVER_TEST_OPERATOR"
 ANNE, BERT, OPERATING = (f"{name}-{'k' * 20}" for name in ("anne", "bert", "operator"))
@@ -37,12 +43,17 @@ def keys(monkeypatch: pytest.MonkeyPatch) -> None:
 class People:
     """Conversations of a running actor, and the tickets that it holds."""
 
-    def __init__(self, engine: Engine, wait_s: float, serve: dict[str, Any]) -> None:
+    reply: object = messages.Ack()  # None: none comes
+
+    def __init__(
+        self, engine: Engine, wait_s: float, serve: dict[str, Any], path: Path | None
+    ) -> None:
+        self.path = path
         self.url = f"http://127.0.0.1:{(port := free_port())}"
         endpoint = EndpointConfig(port=port, key_env=RUN)
         served = ServeConfig(users_env=KEYS, **serve)
         rollout = RolloutConfig(endpoint=endpoint, serve=served, reward_wait_s=wait_s)
-        self.served = Conversations(engine, CHAT, rollout)
+        self.served = Conversations(engine, CHAT, rollout, file=ConversationFile(path))
         self.http = httpx.AsyncClient(trust_env=False, timeout=20)
         self.finished: list[Finished] = []
         self.progress = TicketProgress()
@@ -51,9 +62,16 @@ class People:
     def grant(self, group: int, members: int = 1, **changes: Any) -> asyncio.Task[None]:
         """Give the actor a ticket."""
         given = replace(ticket(members), group_id=group)
-        run = self.served.run(given, setting(**changes), self.progress, self.finished.append)
+        run = self.served.run(given, setting(**changes), self.progress, self.deliver)
         self.tickets.append(asyncio.create_task(run))
         return self.tickets[-1]
+
+    def deliver(self, finished: Finished) -> None:
+        """Take a conversation as the buffer does, or as `reply` says."""
+        self.finished.append(finished)
+        assert finished.settled is not None
+        if self.reply is not None:
+            asyncio.get_running_loop().call_soon(finished.settled, self.reply)
 
     async def ask(
         self, method: str, path: str, body: Any = None, key: str = ANNE, **headers: str
@@ -91,8 +109,10 @@ class People:
 
 
 @asynccontextmanager
-async def _people(engine: Engine, wait_s: float, serve: dict[str, Any]) -> AsyncIterator[People]:
-    one = People(engine, wait_s, serve)
+async def _people(
+    engine: Engine, wait_s: float, serve: dict[str, Any], path: Path | None
+) -> AsyncIterator[People]:
+    one = People(engine, wait_s, serve, path)
     try:
         yield one
     finally:
@@ -108,10 +128,11 @@ def live(
     people: Callable[[People], Awaitable[None]],
     engine: Engine,
     wait_s: float = 60.0,
+    path: Path | None = None,
     **serve: Any,
 ) -> None:
     async def whole() -> None:
-        async with _people(engine, wait_s, serve) as one, asyncio.timeout(30):
+        async with _people(engine, wait_s, serve, path) as one, asyncio.timeout(30):
             await people(one)
 
     asyncio.run(whole())
@@ -165,9 +186,9 @@ def test_a_group_holds_conversations_that_began_with_the_same_messages() -> None
     async def people(one: People) -> None:
         pair = one.grant(3, members=2)
         other = [{"role": "user", "content": "something else"}]
-        for messages, reward in ((ASK, 1.0), (other, 0.25), (ASK, 0.0)):
+        for said, reward in ((ASK, 1.0), (other, 0.25), (ASK, 0.0)):
             assert not pair.done()
-            await one.rate((await one.say(messages))["id"], reward)
+            await one.rate((await one.say(said))["id"], reward)
         await pair
         assert one.delivered == [(3, 0, 1.0), (3, 1, 0.0)]
         assert len({found.trajectory.content for found in one.finished}) == 1
@@ -204,6 +225,156 @@ def test_all_forms_continue_one_conversation_and_tools_can_be_called() -> None:
     live(people, Scripted(called("north"), "a door", "one", "two", "three"))
 
 
+# ---- restarts
+
+
+def killed(one: People, path: Path) -> Path:
+    """Return a copy of an actor's file as a kill would leave it now."""
+    assert one.path is not None
+    for name in one.path.parent.glob(f"{one.path.name}*"):
+        shutil.copy(name, path.parent / name.name.replace(one.path.stem, path.stem))
+    return path
+
+
+def test_what_was_answered_and_rated_survives_a_kill(tmp_path: Path) -> None:
+    first, second = tmp_path / "first.sqlite", tmp_path / "second.sqlite"
+    told: list[Any] = []
+
+    async def before(one: People) -> None:
+        one.grant(0, members=2)
+        opened, rated = [await one.say(ASK) for _ in range(2)]
+        assert await one.rate(rated["id"], 0.5) == 200
+        told.extend((opened, rated))
+        killed(one, second)
+
+    async def after(one: People) -> None:
+        permit = one.grant(1)
+        opened, rated = told
+        assert [(row["state"], row["answers"]) for row in await one.listed(ANNE)] == [
+            ("delivered", 1),
+            ("open", 1),
+        ]
+        await permit
+        assert one.delivered == [(1, 0, 0.5)]
+        assert [await one.rate(rated["id"], reward) for reward in (0.5, 1)] == [200, 409]
+        more = [*ASK, reply(opened), {"role": "user", "content": "and now?"}]
+        last = await one.say(more)
+        assert await one.rate(opened["id"], 1) == 200  # by the name of an answer of before
+        await one.grant(2)
+        (sequence,) = one.finished[-1].trajectory.sequences
+        said = [CHAT.text_of(sequence.tokens[sequence.turns == turn].tolist()) for turn in (0, 1)]
+        assert [text.strip() for text in said] == ["left", "up"], "one stream of both processes"
+        assert sequence.action_tokens == (sequence.roles == Role.ACTION).sum() > 0
+        assert (await one.ask("GET", f"episodes/{last['id']}"))[1]["state"] == "delivered"
+
+    live(before, Scripted("left", "right"), path=first)
+    live(after, Scripted("up"), path=second)
+
+
+def test_a_conversation_of_which_the_buffer_said_nothing_is_sent_again_with_its_number(
+    tmp_path: Path,
+) -> None:
+    first, second = tmp_path / "first.sqlite", tmp_path / "second.sqlite"
+    sent: list[Finished] = []
+
+    async def before(one: People) -> None:
+        one.reply = None
+        permit = one.grant(0)
+        await one.rate((await one.say(ASK))["id"], 1)
+        await permit
+        killed(one, second)
+        sent.extend(one.finished)
+
+    async def after(one: People) -> None:
+        one.reply = messages.Dup()
+        await one.grant(5)
+        sent.extend(one.finished)
+        assert [row["state"] for row in await one.listed()] == ["delivered"]
+
+    async def at_last(one: People) -> None:
+        permit = one.grant(6)
+        assert [row["state"] for row in await one.listed()] == ["delivered"]
+        assert not permit.done()
+
+    live(before, Scripted("left"), path=first)
+    live(after, Scripted(), path=second)
+    live(at_last, Scripted(), path=second)
+    numbers = {one.trajectory.conversation for one in sent}
+    assert len(sent) == 2 and len(numbers) == 1 and numbers != {msgspec.UNSET}
+
+
+def test_a_conversation_that_the_buffer_did_not_take_is_delivered_with_another_ticket() -> None:
+    async def people(one: People) -> None:
+        for number, reply in enumerate((messages.Stale(), TimeoutError(), messages.Ack())):
+            one.reply = reply
+            permit = one.grant(number)
+            if not number:
+                await one.rate((await one.say(ASK))["id"], 1)
+            await permit
+        assert one.delivered == [(0, 0, 1.0), (1, 0, 1.0), (2, 0, 1.0)]
+        assert one.served.counts["delivered"] == 1
+        one.reply = Rejected("reward")
+        await one.rate((await one.say(ASK))["id"], 1)
+        await one.grant(3)
+        assert one.served.counts["undelivered"] == 1 and len(await one.listed()) == 1
+
+    live(people, Scripted("left", "right"))
+
+
+def test_a_group_keeps_its_prompt_over_a_restart(tmp_path: Path) -> None:
+    path, other = tmp_path / "file.sqlite", [{"role": "user", "content": "something else"}]
+
+    async def before(one: People) -> None:
+        pair = one.grant(3, members=2)
+        for _ in range(2):
+            await one.rate((await one.say(ASK))["id"], 1)
+        await pair
+
+    async def after(one: People) -> None:
+        again = one.grant(3)
+        await one.rate((await one.say(other))["id"], 0.5)
+        assert not again.done()
+        await one.rate((await one.say(ASK))["id"], 0.75)
+        await again
+        assert one.delivered == [(3, 0, 0.75)]
+
+    live(before, Scripted("left", "right"), path=path)
+    live(after, Scripted("left", "right"), path=path)
+
+
+def test_deletion_leaves_no_text_on_the_disk_and_says_what_the_buffer_has(tmp_path: Path) -> None:
+    path = tmp_path / "file.sqlite"
+
+    def texts() -> bytes:
+        return b"".join(one.read_bytes() for one in tmp_path.iterdir())
+
+    async def people(one: People) -> None:
+        one.grant(0)
+        for number in range(3):
+            said = [{"role": "user", "content": f"my secret {number}"}]
+            id = (await one.say(said))["id"]
+            if not number:
+                await one.rate(id, 1)
+        assert b"my secret 0" in texts() and b"my secret 2" in texts()
+        assert (await one.ask("DELETE", f"episodes/{id}"))[1] == {"forgotten": 1, "delivered": 0}
+        assert b"my secret 2" not in texts()
+        answer = await one.ask("DELETE", "episodes/of/anne", key=OPERATING)
+        assert answer[1] == {"forgotten": 1, "delivered": 1}
+        assert b"my secret" not in texts() and await one.listed() == []
+
+    live(people, Scripted("left", "right", "up"), path=path)
+
+
+def test_a_file_that_is_none_of_conversations_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "file.sqlite"
+    path.write_text("something else" * 100)
+    with pytest.raises(ConfigError, match=re.escape(str(path))):
+        ConversationFile(path)
+
+
+# ---- users
+
+
 def test_users_see_and_rate_their_own_conversations_alone() -> None:
     async def people(one: People) -> None:
         one.grant(0)
@@ -233,7 +404,8 @@ def test_a_conversation_that_may_not_train_is_answered_and_forgotten() -> None:
         for id in (first["id"], second["id"]):
             assert await one.rate(id, 1) == 404
         third = await one.say([{"role": "user", "content": "hi"}])
-        assert (await one.ask("DELETE", f"episodes/{third['id']}")) == (200, {"forgotten": 1})
+        gone = {"forgotten": 1, "delivered": 0}
+        assert (await one.ask("DELETE", f"episodes/{third['id']}")) == (200, gone)
         assert await one.rate(third["id"], 1) == 404
         assert one.finished == [] and one.served.counts["opted_out"] == 1
 
@@ -247,7 +419,7 @@ def test_what_a_user_said_is_forgotten_on_the_operators_demand() -> None:
         await one.rate(ids[0], 1)  # and waits for its like
         assert (await one.ask("DELETE", "episodes/of/anne"))[0] == 403
         answer = await one.ask("DELETE", "episodes/of/anne", key=OPERATING)
-        assert answer == (200, {"forgotten": 1})
+        assert answer == (200, {"forgotten": 1, "delivered": 0})
         assert [row["user"] for row in await one.listed()] == ["bert"]
         await one.rate(ids[1], 1, key=BERT)
         assert one.finished == []

@@ -455,13 +455,30 @@ def test_a_served_reward_model_scores_the_conversation(reply: dict[str, Any]) ->
     assert said[0] == ("user", "What is 72 + 25?") and said[-1] == ("assistant", "97")
 
 
+SILENT = Reply(body=b"{", announced=9, pause_s=60.0)  # it sends no more than a beginning
+
+
+@pytest.mark.parametrize("bad", [Reply(status=503), Reply(drop=True), SILENT])
+def test_a_served_reward_model_is_asked_again(bad: Reply) -> None:
+    replies = [raw({"score": 2.0}), bad]
+    server = HttpServer(lambda *_: replies.pop())
+    server.start()
+    try:
+        model = f"reward.model={{url: '{server.url}', retries: 1}}"
+        one = score(played("97"), "reward=[reward_model]", model, "reward.timeout_s=3")
+    finally:
+        server.end()
+    assert one.reward == 2.0 and not replies
+
+
 @pytest.mark.parametrize("reply", [Reply(status=500), raw({"data": []}), raw({"score": "good"})])
 def test_without_a_score_the_episode_has_no_reward(reply: Reply) -> None:
     server = HttpServer(lambda *_: reply)
     server.start()
     try:
         with pytest.raises(Unscorable, match=r"^reward\.terms: reward_model "):
-            score(played("97"), "reward=[reward_model]", f"reward.model.url='{server.url}'")
+            model = f"reward.model={{url: '{server.url}', retries: 0}}"
+            score(played("97"), "reward=[reward_model]", model)
     finally:
         server.end()
 

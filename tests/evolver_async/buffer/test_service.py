@@ -11,6 +11,7 @@ import pytest
 from buffer_world import HEAD, World, config, synthetic, trajectory
 
 from evolver_async.buffer.log.quarantine import JournalError
+from evolver_async.buffer.state import records
 from evolver_async.checkpoint.checkpoints import save
 from evolver_async.config import QuestioningConfig
 from evolver_async.process.package_versions import versions
@@ -99,6 +100,29 @@ def test_a_new_process_of_the_same_name_loses_the_old_leases(world):
 
 
 # ---- leases
+
+
+def test_a_conversation_of_people_is_taken_once_over_restarts(world):
+    """An actor that was killed before the reply sends it again, by a ticket of its new process."""
+
+    def push(ticket: Ticket, member: int, conversation: int) -> messages.Reply:
+        sent = trajectory(ticket, member, conversation=conversation)
+        return world.one("actor-0", messages.Push(trajectory=sent))
+
+    (first,) = world.lease(credit=1)
+    (lost,) = world.lease(credit=1, peer="actor-1")
+    assert isinstance(push(first, 0, 11), messages.Ack)
+    world.kill()
+    assert isinstance(push(lost, 0, 11), messages.Dup), "in a group of its own, too"
+    assert isinstance(push(first, 0, 12), messages.Stale), "to be delivered by another ticket"
+    assert isinstance(push(lost, 0, 12), messages.Ack)
+    (held,) = [one for one in world.replay.at.groups.values() if one.group_id == lost.group_id]
+    assert [*held.arrived] == [0]
+    world.store.journal.roll(records.encode(world.store.state.snapshot()))
+    world.kill()
+    assert isinstance(push(lost, 1, 12), messages.Dup), "a snapshot knows it"
+    (sent,) = world.store.trajectories(held)
+    assert sent.conversation == 12
 
 
 def test_a_lease_waits_for_a_learner_then_for_room_and_says_why(tmp_path):
