@@ -297,10 +297,10 @@ def _add_control(commands: Commands) -> None:
     command.add_argument("source", metavar="SOURCE", help="name of the contributor, like actor-0")
     command.add_argument("--keys", type=Path, metavar="DIR", help="default: security.keys")
 
-    about = "turn logged conversations with outcomes into demonstrations, preferences and tasks"
+    about = "turn logs with outcomes, or runs, into rows that stages learn from"
     command = _add(commands, "ingest", "ingesting:ingest_logs", about)
     command.add_argument("out", type=Path, metavar="OUT", help="directory to write, a new one")
-    about = "files or directories of JSON lines or Parquet"
+    about = "files or directories of JSON lines or Parquet; run directories, for trajectories"
     command.add_argument("files", type=Path, nargs="+", metavar="FILES", help=about)
     about = "column with a number, true or false, or a word like up; default: reward, score, …"
     command.add_argument("--outcome", default="", metavar="COLUMN", help=about)
