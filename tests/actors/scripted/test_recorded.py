@@ -100,7 +100,7 @@ def test_a_turn_is_what_the_policy_would_have_seen_and_written(name: str) -> Non
         ({"token_ids": [10**6, 1]}, "beyond the vocabulary"),
         ({"prompt_token_ids": [1] * 70}, "too long"),
         ({"tokenizer": "another"}, "another tokenizer"),
-        ({"reward": 1e6}, "reward too large"),
+        ({"reward": 1e7}, "reward too large"),
         ({"logprobs": [-1, 1]}, "not readable"),
     ],
 )

@@ -15,7 +15,7 @@ from evolver_async.buffer.tasks.data_files import ROWS, DataTasks, check_example
 from evolver_async.buffer.tasks.logged import prompt_hash, row_of, trajectory_of
 from evolver_async.config import ConfigError, DataConfig
 from evolver_async.config.load import load
-from evolver_async.schema import Role, Ticket
+from evolver_async.schema import Ticket
 from evolver_async.wire import messages
 
 
@@ -108,7 +108,7 @@ def test_rows_never_become_too_old(tmp_path: Path) -> None:
 def test_several_turns_are_numbered_by_their_runs_of_sampled_tokens() -> None:
     parts = [
         {"tokens": [1, 2, 3, 4], "mask": [0, 1, 0, 1], "logprobs": [0, -1, 0, -2]},
-        {"tokens": [1, 9], "roles": [Role.PROMPT, Role.ACTION], "logprobs": [-3]},
+        {"tokens": [1, 9], "roles": [0, 2], "logprobs": [-3]},
     ]
     found = trajectory_of({"sequences": parts, "reward": 0}, {})
     assert [one.turns.tolist() for one in found.sequences] == [[-1, 0, -1, 1], [-1, 2]]
@@ -147,7 +147,7 @@ def test_a_trajectory_is_the_same_behind_its_row(tmp_path: Path) -> None:
 def test_what_a_trajectory_lacks_is_told_by_row(
     tmp_path: Path, change: dict[str, Any], named: str
 ) -> None:
-    path = file_of(tmp_path, [logged([1], 1, 2), logged([1], 1, 2, **{}) | change])
+    path = file_of(tmp_path, [logged([1], 1, 2), logged([1], 1, 2) | change])
     tasks = data_tasks(DataConfig(path=str(path)), "frozen_lake", {}, 2)
     assert isinstance(tasks, DataTasks)
     with pytest.raises(ConfigError, match=rf"logs\.jsonl, line 2: .*{named}"):
