@@ -130,7 +130,7 @@ def test_conversations_have_the_supervised_gradient_times_the_share_of_their_tok
     for group in played:
         for one in group.trajectories:
             one.reward = 0.5
-    data = of_files(groups(3, length=6), "recorded", reward=1.0, success=True)
+    data = of_files(groups(5, length=6)[2:], "recorded", reward=1.0, success=True)
     alone = gradient(supervised, tmp_path, data, "sft")
     mixed = gradient(made, tmp_path, [*played, *data], "rl")
     share = 15 / (15 + 32)

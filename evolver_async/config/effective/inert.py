@@ -62,7 +62,7 @@ def inert(config: Config, stage: StageConfig) -> dict[str, str]:
     for rule in rules:
         for key, why in rule(config):
             found.setdefault(key, why)
-    else:
+    if kind != "rl":
         found.setdefault("data.weight", f"all groups of a {kind} stage with data are rows")
     for owner, names in OF_KINDS.items():
         if kind != owner:

@@ -16,7 +16,6 @@ from evolver_async.buffer.tasks.logged import prompt_hash, row_of, trajectory_of
 from evolver_async.config import ConfigError, DataConfig
 from evolver_async.config.load import load
 from evolver_async.schema import Ticket
-from evolver_async.wire import messages
 
 
 def logged(prompt: list[int], *tokens: int, **others: Any) -> dict[str, Any]:
@@ -175,5 +174,5 @@ def test_rows_that_a_stage_cannot_learn_are_refused_before_a_start(
 
 def test_a_ticket_with_rows_travels(tmp_path: Path) -> None:
     world = mixed(tmp_path / "w", 1.0)
-    reply = messages.Tickets(tickets=world.lease(credit=3))
-    assert msgspec.msgpack.decode(msgspec.msgpack.encode(reply), type=messages.Tickets) == reply
+    for ticket in world.lease(credit=3):
+        assert msgspec.msgpack.decode(msgspec.msgpack.encode(ticket), type=Ticket) == ticket
