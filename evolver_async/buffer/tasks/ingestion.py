@@ -98,7 +98,7 @@ def ingest(
 
         def write(name: str, row: dict[str, Any]) -> None:
             line = json.dumps(row, ensure_ascii=False, separators=(",", ":"))
-            if len(line.encode()) > ROW_BYTES:
+            if name == TRAJECTORIES and len(line) > ROW_BYTES:  # no stage could read it
                 raise ValueError(f"more than {ROW_BYTES} bytes as a row")
             files[name].write(line + "\n")
             found.written[name] += 1
@@ -142,20 +142,27 @@ def ingest(
             known.total += value
             known.best = max(known.best, answer, key=lambda one: one.outcome)
             known.worst = min(known.worst, answer, key=lambda one: one.outcome)
-        for one in prompts.values():
-            if one.best.outcome > one.worst.outcome:
-                both = {"chosen": one.best.messages, "rejected": one.worst.messages}
-                facts = {"chosen_from": one.best.facts, "rejected_from": one.worst.facts}
-                write("preferences", {"prompt": one.prompt, **both, **one.tools, **facts})
-            if one.prompt[-1]["role"] == "user":
-                known = {"outcome": one.total / one.answers, "answers": one.answers}
-                write("tasks", {"prompt": one.prompt, **known, **one.tools, **one.best.facts})
+        _write_prompts(prompts, write)
         for file in files.values():
             file.flush()
         if not found.written[TRAJECTORIES]:
             (part / f"{TRAJECTORIES}.jsonl").unlink()
         part.rename(out)
     return found
+
+
+def _write_prompts(
+    prompts: dict[str, _Answered], write: Callable[[str, dict[str, Any]], None]
+) -> None:
+    """Write what the answers to each prompt tell together: preferences and tasks."""
+    for one in prompts.values():
+        if one.best.outcome > one.worst.outcome:
+            both = {"chosen": one.best.messages, "rejected": one.worst.messages}
+            facts = {"chosen_from": one.best.facts, "rejected_from": one.worst.facts}
+            write("preferences", {"prompt": one.prompt, **both, **one.tools, **facts})
+        if one.prompt[-1]["role"] == "user":
+            known = {"outcome": one.total / one.answers, "answers": one.answers}
+            write("tasks", {"prompt": one.prompt, **known, **one.tools, **one.best.facts})
 
 
 def _rows(paths: list[Path]) -> Iterator[tuple[str, dict[str, Any]]]:
