@@ -117,10 +117,9 @@ def ingest(
             found.read += 1
             value = _outcome(row, outcome, place)
             facts = {"source": place} | ({"by": row[by]} if row.get(by) is not None else {})
-            logged = _logged(row, columns or {})
+            logged = _logged(row, columns or {}, value)
             try:
                 if logged:
-                    logged |= {"reward": value}
                     trajectory_of(logged, {})
                     write(TRAJECTORIES, logged | facts)
                     if not is_spoken(row, columns or {}):
@@ -176,13 +175,15 @@ def _rows(paths: list[Path]) -> Iterator[tuple[str, dict[str, Any]]]:
                     yield f"{part.name}, {part.word} {number}", row
 
 
-def _logged(row: dict[str, Any], columns: dict[str, str]) -> dict[str, Any]:
+def _logged(row: dict[str, Any], columns: dict[str, str], reward: float) -> dict[str, Any]:
     """Return the columns of the trajectory that a row holds, {} without one."""
     if not is_trajectory(row, columns):
-        return row_of_reply(row)
+        found = row_of_reply(row)
+        return found and found | {"reward": reward}
     others = ("success", "turn_rewards", "tokenizer")
     named = {name: columns.get(name, name) for name in (*LOGGED, *others)}
-    return {name: row[column] for name, column in named.items() if row.get(column) is not None}
+    found = {name: row[column] for name, column in named.items() if row.get(column) is not None}
+    return found | {"reward": reward}
 
 
 def _outcome(row: dict[str, Any], column: str, place: str) -> float:
