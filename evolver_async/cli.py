@@ -16,13 +16,13 @@ import signal
 from pathlib import Path
 from typing import TypeAlias
 
-from evolver_async import __version__
 from evolver_async.errors import TRAINING_ERROR, USER_ERROR, TrainingError, Unrecoverable
 from evolver_async.extension import find_modules
 from evolver_async.launch.registry import PROCESSES, resolve
 from evolver_async.process.stopping import StopSignal
 from evolver_async.splits import SPLITS
 from evolver_async.terminal import say
+from evolver_async.version import VERSION
 
 # Commands that run functions of the user's own; others import nothing of the working directory.
 OWN_CODE = ("train", "serve", "study", "rerun", "doctor", "config", "eval", "export", *PROCESSES)
@@ -77,7 +77,7 @@ def _parser() -> tuple[argparse.ArgumentParser, list[str]]:
         prog="evolver-async",
         description="Asynchronous actor-learner reinforcement learning for language-model agents.",
     )
-    parser.add_argument("--version", action="version", version=f"evolver-async {__version__}")
+    parser.add_argument("--version", action="version", version=f"evolver-async {VERSION}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_recipes(commands)
     _add_process_options(
@@ -288,10 +288,10 @@ def _add_control(commands: Commands) -> None:
     command.add_argument("source", metavar="SOURCE", help="name of the contributor, like actor-0")
     command.add_argument("--keys", type=Path, metavar="DIR", help="default: security.keys")
 
-    about = "turn logged conversations with outcomes into demonstrations, preferences and tasks"
+    about = "turn logs with outcomes, or runs, into rows that stages learn from"
     command = _add(commands, "ingest", "ingesting:ingest_logs", about)
     command.add_argument("out", type=Path, metavar="OUT", help="directory to write, a new one")
-    about = "files or directories of JSON lines or Parquet"
+    about = "files or directories of JSON lines or Parquet; run directories, for trajectories"
     command.add_argument("files", type=Path, nargs="+", metavar="FILES", help=about)
     about = "column with a number, true or false, or a word like up; default: reward, score, …"
     command.add_argument("--outcome", default="", metavar="COLUMN", help=about)

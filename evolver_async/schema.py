@@ -16,6 +16,7 @@ import numpy as np
 
 Array = np.ndarray
 Kind = Literal["rollout", "demo", "branch", "explore", "eval"]
+Policy = Literal["learned", "scripted", "recorded", "logged"]
 SCRIPTED: tuple[Kind, ...] = ("demo", "branch")  # their episodes are not sampled from a policy
 
 
@@ -97,8 +98,8 @@ class Task(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True
     one is known. `query` is the request, if the environment does not state it itself. A task of a
     user's own rows has the chat messages of its `prompt` ({"role", "content"}, the last one from
     the user), and in `row` all columns of the row, which rewards read. One that is `recorded` is a
-    row to learn from, and `query` what is wrong with it. A numbered task has an id such as
-    "frozen_lake/train/17", here with the map seed 17.
+    row to learn from, or a group of such rows, and `query` what is wrong with it. A numbered task
+    has an id such as "frozen_lake/train/17", here with the map seed 17.
     """
 
     task_id: str
@@ -240,7 +241,8 @@ class Trajectory(msgspec.Struct, kw_only=True, eq=False, dict=True, forbid_unkno
     turn_flags uint8[K] (`TurnFlag`).
     `grammars`: those of constrained turns, each of which has one.
     `content` is a hash of the task that was played, the same for every number that gives it;
-    `policy`: what wrote it: the one that is trained, a script, or others, in a file.
+    `policy`: what wrote it: the one that is trained, a script, or others, in a file; `logged`:
+    these with the log-probs of their tokens, but without versions of this run.
     `reward` is the outcome including penalties; `terms` its parts by name, without their weights;
     `metrics` the environment's own numbers; `timing` holds seconds by phase. What `vars` holds is
     not part of the episode (see `protocol/trajectories.py`).
@@ -266,7 +268,7 @@ class Trajectory(msgspec.Struct, kw_only=True, eq=False, dict=True, forbid_unkno
     labels: Array
     label_source: str
     experience_ids: list[int]
-    policy: Literal["learned", "scripted", "recorded"]
+    policy: Policy
     timing: dict[str, float]
     terms: dict[str, float] = {}
     metrics: dict[str, float] = {}

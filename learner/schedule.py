@@ -23,7 +23,8 @@ class Stages:
         """Return that of stage `index` after so many rollbacks."""
         if (index, rollbacks) not in self._made:
             stage = stage_config(self.config, index, rollbacks)
-            if self.config.stages[index].kind in SUPERVISED or stage.data.path:
+            rows_alone = stage.data.path and self.config.stages[index].kind != "rl"
+            if self.config.stages[index].kind in SUPERVISED or rows_alone:
                 stage = replace(stage, rollout=replace(stage.rollout, temperature=1.0))
             self._made[index, rollbacks] = stage
         return self._made[index, rollbacks]

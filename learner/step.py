@@ -28,7 +28,13 @@ from learner.advantage.shaped_rewards import rewards_of
 from learner.data.batch import Batch, Minibatch, Values
 from learner.data.collate import Collator
 from learner.data.players import groups_by_player
-from learner.data.selection import Selected, advantage_scale, pairs, select, trainable
+from learner.data.selection import (
+    Selected,
+    advantage_scale,
+    pairs,
+    select_beside_rows,
+    trainable,
+)
 from learner.diagnostics.measure import Credit, StepResult, Trained
 from learner.diagnostics.stop_rules import BadSteps
 from learner.loss.bradley_terry import BradleyTerry
@@ -127,7 +133,7 @@ class Updater(Models):
         if kind in ("rl", *PREFERENCES):
             split = groups_by_player(groups, stage.advantage.baseline)
         if kind == "rl":
-            chosen = select(split, stage.selection, seed=self.config.run.seed)
+            chosen = select_beside_rows(split, stage.selection, seed=self.config.run.seed)
         elif kind in PAIRED:
             chosen = pairs(split, stage.selection.by, masked=stage.loss.mask_truncated)
         else:

@@ -162,10 +162,11 @@ def _environments(
     for index, stage in enumerate(config.stages):
         staged = stage_config(config, index)
         source = source_of(staged)
-        if source.data is not None:
-            _check_form(index, stage.kind, source.data)
+        if source.learnt is not None:
+            _check_form(index, stage.kind, source.learnt)
+        if isinstance(source.learnt, DataTasks):
+            check_examples(source.learnt, stage.kind)
         if isinstance(source.data, DataTasks):
-            check_examples(source.data, stage.kind)
             continue
         for task in source.examples():
             with placed(source, task):

@@ -54,8 +54,8 @@ def check(config: Config) -> int:
         if stage.kind in BRANCHED:
             shows_expert = shows_others = True
         setting = setting_of(staged, chat, "", 0)
-        if isinstance(source.data, DataTasks):
-            check_rendered(ConversationRenderer(chat, staged), source.data, stage.kind)
+        if isinstance(source.learnt, DataTasks):
+            check_rendered(ConversationRenderer(chat, staged), source.learnt, stage.kind)
         for task in () if isinstance(source.data, DataTasks) else source.examples():
             with placed(source, task):
                 first = _check_first(staged, setting, task, stage.kind == "reflect")

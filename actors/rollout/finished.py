@@ -4,13 +4,21 @@ import math
 import statistics
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 from actors.rollout.episode_config import Setting
 from evolver_async.randomness import key
-from evolver_async.schema import REWARD_ROUNDING, Grammar, Player, Sequence, Ticket, Trajectory
+from evolver_async.schema import (
+    REWARD_ROUNDING,
+    Grammar,
+    Player,
+    Policy,
+    Sequence,
+    Ticket,
+    Trajectory,
+)
 from evolver_async.wire.transcripts import Transcript, Turn
 
 
@@ -58,7 +66,7 @@ def assembled(
     ticket: Ticket,
     member: int,
     setting: Setting,
-    policy: Literal["learned", "scripted", "recorded"],
+    policy: Policy,
     sequences: list[Sequence],
     *,
     rewards: Iterable[float],

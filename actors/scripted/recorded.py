@@ -5,11 +5,13 @@ The context of every turn is what the chat template writes for the messages befo
 what the template adds for the assistant's message, up to the token that ends turns: tokens that the
 policy itself would have been shown, and would have had to write. A template that changes earlier
 turns (one that drops their thoughts) gives each turn a context of its own, as in an episode.
+Trajectories of logs have tokens already: they only have to be this policy's.
 """
 
 import json
 import logging
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple
 
 from actors.endpoint.request import ChatMessage
 from actors.endpoint.template import Template
@@ -19,11 +21,12 @@ from actors.formats.chat import Chat, Stream
 from actors.rollout.episode_config import Setting, setting_of
 from actors.rollout.finished import Deliver, Finished, assembled
 from actors.ticket_progress import TicketProgress
-from evolver_async.buffer.tasks.data_files import DataTasks
+from evolver_async.buffer.tasks.data_files import ROWS, DataTasks
 from evolver_async.buffer.tasks.examples import THOUGHTS, RowExample, examples_of
+from evolver_async.buffer.tasks.logged import is_trajectory, trajectory_of
 from evolver_async.config import Config, ConfigError
-from evolver_async.model.tokenizer import load_tokenizer
-from evolver_async.schema import Group, Role, Sampling, Sequence, Ticket
+from evolver_async.model.tokenizer import load_tokenizer, tokenizer_hash
+from evolver_async.schema import REWARD_ROUNDING, Group, Policy, Role, Sampling, Sequence, Ticket
 
 log = logging.getLogger(__name__)
 
@@ -39,8 +42,18 @@ class RowLeftOut(ValueError):
         self.reason = reason
 
 
+class RowMember(NamedTuple):
+    """A member of a group that a row makes. `turn_rewards`: one a turn; None: all with the last."""
+
+    policy: Policy
+    sequences: list[Sequence]
+    reward: float
+    success: bool
+    turn_rewards: list[float] | None = None
+
+
 class ConversationRenderer:
-    """Renderer of recorded conversations for the policy of one stage."""
+    """Renderer of recorded conversations and trajectories for the policy of one stage."""
 
     def __init__(self, chat: Chat, stage: Config) -> None:
         self.columns = stage.data.columns
@@ -49,6 +62,48 @@ class ConversationRenderer:
         self._max_length = stage.policy.max_length
         self._turns = stage.data.turns
         self._system = stage.rollout.system_prompt
+        self._policy = stage.policy.path
+        self._max_reward = stage.safety.max_reward
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Fingerprint of the policy's tokenizer."""
+        return tokenizer_hash(self._policy)
+
+    def members(self, row: dict[str, Any], kind: str) -> list[RowMember]:
+        """Return the members that a row makes for a stage of this kind. Raise RowLeftOut."""
+        try:
+            if kind == "rl" and is_trajectory(row, self.columns):
+                return [self._logged(row)]
+            examples = examples_of(row, kind, self.columns)
+        except RowLeftOut:
+            raise
+        except ValueError as error:
+            raise RowLeftOut("not readable", str(error)) from None
+        return [
+            RowMember("recorded", self.sequences(one), one.reward, one.reward > 0)
+            for one in examples
+        ]
+
+    def _logged(self, row: dict[str, Any]) -> RowMember:
+        """Return the trajectory of a row. Raise ValueError, RowLeftOut if it is none of this
+        policy's."""
+        sequences, reward, success, turn_rewards = trajectory_of(row, self.columns)
+        if (named := row.get("tokenizer")) is not None and named != self.fingerprint:
+            raise RowLeftOut("another tokenizer", f"{named}: the policy's is {self.fingerprint}")
+        if (largest := max(int(one.tokens.max()) for one in sequences)) >= self._chat.vocabulary:
+            known = f"the policy knows {self._chat.vocabulary}"
+            raise RowLeftOut("beyond the vocabulary", f"token {largest}: {known}")
+        self._check_length(max(map(len, sequences)))
+        if (size := max(map(abs, (reward, *turn_rewards)))) > self._max_reward * REWARD_ROUNDING:
+            limit = f"safety.max_reward is {self._max_reward:g}"
+            raise RowLeftOut("reward too large", f"{size:g}: {limit}")
+        return RowMember("logged", sequences, reward, success, turn_rewards)
+
+    def _check_length(self, tokens: int) -> None:
+        if tokens > self._max_length:
+            limit = f"policy.max_length is {self._max_length}"
+            raise RowLeftOut("too long", f"{tokens} tokens: {limit}")
 
     def sequences(self, example: RowExample) -> list[Sequence]:
         """Return the sequences of a conversation, or of a text. Raise RowLeftOut."""
@@ -68,9 +123,7 @@ class ConversationRenderer:
                 tokens.append(last)
             found[-1].write(_spoken(tokens), number)
             told = context + turn
-        if (longest := max(len(one.tokens) for one in found)) > self._max_length:
-            limit = f"policy.max_length is {self._max_length}"
-            raise RowLeftOut("too long", f"{longest} tokens: {limit}")
+        self._check_length(max(len(one.tokens) for one in found))
         return [one.sequence() for one in found]
 
     def _pieces(self, text: str) -> list[Sequence]:
@@ -155,12 +208,11 @@ def _spoken(tokens: list[int]) -> Generation:
 
 def check_rendered(renderer: ConversationRenderer, tasks: DataTasks, kind: str) -> None:
     """Raise ConfigError, naming file and row, if none of the rows looked at can be learnt."""
-    for split in ("train", "validation"):
+    for split in ("train",) if kind == "rl" else ("train", "validation"):
         problem = ""
         for task in tasks.examples(split):
             try:
-                for one in examples_of(task.row, kind, tasks.columns):
-                    renderer.sequences(one)
+                renderer.members(task.row, kind)
                 problem = ""
                 break
             except RowLeftOut as left_out:
@@ -214,42 +266,58 @@ def deliver_row(
     progress: TicketProgress,
     deliver: Deliver,
 ) -> None:
-    """Deliver the members that a row makes for a stage of this kind. One that cannot be learnt is
-    counted by its reason, and its members have nothing to train."""
+    """Deliver the members that a row, or in an rl stage each row of a group, makes for a stage of
+    this kind. What cannot be learnt is counted by its reason, and its members have nothing to
+    train."""
     task = ticket.task
-    try:
-        if task.query:
-            raise RowLeftOut("no JSON", task.query)
-        try:
-            examples = examples_of(task.row, kind, renderer.columns)
-        except ValueError as error:
-            raise RowLeftOut("not readable", str(error)) from None
-        made = [renderer.sequences(one) for one in examples]
-        rewards = [one.reward for one in examples]
-    except RowLeftOut as left_out:
-        setting.failures.note("data", left_out.reason, f"{task.task_id}: {left_out}")
-        nothing = Stream()
-        nothing.read([0], Role.PROMPT)
-        made = [[nothing.sequence()] for _ in range(max(ticket.members) + 1)]
-        rewards = [1.0, *[0.0] * len(made)]
+    if kind == "rl":
+        made = [_made(one, setting, renderer, kind)[:1] for one in task.row[ROWS]]
+        members = [member for found in made for member in found or [_nothing(1.0)]]
+    else:
+        members = _made((task.task_id, task.query, task.row), setting, renderer, kind)
+        members = members or [_nothing(float(not index)) for index in range(2)]
     for member in ticket.members:
-        deliver(_finished(ticket, member, setting, made[member], rewards[member]))
+        deliver(_finished(ticket, member, setting, members[member]))
         progress.played += 1
 
 
-def _finished(
-    ticket: Ticket, member: int, setting: Setting, sequences: list[Sequence], reward: float
-) -> Finished:
-    turns = 1 + max(int(one.turns.max()) for one in sequences)
-    return assembled(
+def _made(
+    row: tuple[str, str, dict[str, Any]],
+    setting: Setting,
+    renderer: ConversationRenderer,
+    kind: str,
+) -> list[RowMember]:
+    """Return the members of a row, which is a place, a problem and columns; [] if it is left
+    out."""
+    place, problem, columns = row
+    try:
+        if problem:
+            raise RowLeftOut("no JSON", problem)
+        return renderer.members(columns, kind)
+    except RowLeftOut as left_out:
+        setting.failures.note("data", left_out.reason, f"{place}: {left_out}")
+        return []
+
+
+def _nothing(reward: float) -> RowMember:
+    """Return a member without any token to train."""
+    stream = Stream()
+    stream.read([0], Role.PROMPT)
+    return RowMember("recorded", [stream.sequence()], reward, reward > 0)
+
+
+def _finished(ticket: Ticket, member: int, setting: Setting, made: RowMember) -> Finished:
+    turns = 1 + max(int(one.turns.max()) for one in made.sequences)
+    rewards = made.turn_rewards or [*[0.0] * (turns - 1), made.reward]
+    finished = assembled(
         ticket,
         member,
         setting,
-        "recorded",
-        sequences,
-        rewards=[*[0.0] * (turns - 1), reward] if turns else [],
+        made.policy,
+        made.sequences,
+        rewards=rewards if turns else [],
         flags=[0] * turns,
-        outcome=(reward > 0, True),
+        outcome=(made.success, True),
         seconds=(0.0, 0.0, 0.0),
         turns=[],
         query="",
@@ -262,3 +330,6 @@ def _finished(
         scores=[],
         metrics={},
     )
+    if made.policy == "logged":  # an outcome can be more than the sum of its turns
+        finished.trajectory.reward = made.reward
+    return finished

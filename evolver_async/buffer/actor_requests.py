@@ -7,6 +7,8 @@ latter two take turns while the pool has no task but others can be played.
 
 from dataclasses import dataclass
 
+from msgspec.structs import replace
+
 from evolver_async.buffer.actor_weights import ActorWeights
 from evolver_async.buffer.exploration import exploration_due, explores_first
 from evolver_async.buffer.log.capacity import DiskCapacity
@@ -223,10 +225,14 @@ class ActorRequests:
             return None
         queued = self._queued()
         assert queued is not None, "no obstacle, so there is a task"
-        wait = numbers.kind == "rollout" and (numbers.wait or queued.wait)
-        members = list(range(numbers.group_size))
-        guided = self._guided(numbers.kind, queued.guided)
-        return self._grant(peer, queued.task, numbers.kind, members, None, wait, guided=guided)
+        task, kind = queued.task, numbers.kind
+        if task.origin == "recorded":  # also beside rollouts
+            kind = "demo"
+        wait = kind == "rollout" and (numbers.wait or queued.wait)
+        source = self.store.state.sources[self.store.replay.at.stage]
+        members = list(range(source.members(task, numbers.group_size)))
+        guided = [] if task.origin == "recorded" else self._guided(kind, queued.guided)
+        return self._grant(peer, task, kind, members, None, wait, guided=guided)
 
     def _guided(self, kind: Kind, repeat: bool) -> list[int]:
         """Return the members of the next new group that experience guides.
@@ -300,4 +306,6 @@ class ActorRequests:
     def _ticket(self, group_id: int, members: list[int]) -> Ticket:
         held = self.store.replay.at.groups[group_id]
         weights = held.owners[members[0]].weights
-        return ticket_of(self.stages[held.stage], held, members, weights)
+        ticket = ticket_of(self.stages[held.stage], held, members, weights)
+        task = self.store.state.sources[held.stage].filled(held.task, len(held.members))
+        return ticket if task is held.task else replace(ticket, task=task)

@@ -103,7 +103,8 @@ class Arrivals:
         for name, size in sizes:
             if size > bound * REWARD_ROUNDING:
                 return f"{name}: {size:g}, the largest that safety.max_reward allows is {bound:g}"
-        expected = ("scripted", "recorded") if held.kind in SCRIPTED else ("learned",)
+        others = ("scripted", "recorded", "logged")
+        expected = others if held.kind in SCRIPTED else ("learned",)
         if trajectory.policy not in expected and held.kind != "explore":  # by either policy
             return f"policy: {trajectory.policy} in a {held.kind} group"
         forks = self.store.replay.at.forks

@@ -7,7 +7,7 @@ from typing import Literal
 import msgspec
 
 from evolver_async.buffer.state.admission import StageNumbers
-from evolver_async.buffer.tasks.data_files import data_tasks
+from evolver_async.buffer.tasks.data_files import DataTasks, data_tasks
 from evolver_async.buffer.tasks.row_files import rows_of
 from evolver_async.buffer.tasks.rows import GivenTasks, given_tasks
 from evolver_async.buffer.tasks.task_source import EvalSet, MixturePart, TaskSource
@@ -28,8 +28,10 @@ TICKETS: dict[str, Literal["rollout", "demo", "branch"]] = {
 
 
 def ticket_kind(config: Config, kind: str) -> Literal["rollout", "demo", "branch"]:
-    """Return the kind of ticket that a stage with this configuration trains on."""
-    return "demo" if config.data.path and TICKETS[kind] == "rollout" else TICKETS[kind]
+    """Return the kind of ticket that a stage with this configuration trains on, that of the played
+    groups where rows are beside them."""
+    rows = config.data.path and config.data.weight in (0, 1)
+    return "demo" if rows and TICKETS[kind] == "rollout" else TICKETS[kind]
 
 
 def numbers_of(config: Config, kind: str) -> StageNumbers:
@@ -63,7 +65,7 @@ def source_of(config: Config) -> TaskSource:
     if tasks.path:
         given = given_tasks(rows_of(tasks), config.env.name, config.env.params, tasks.answer)
         needed: dict[str, Split] = {"training": "train", "eval.split": _deciding(config, given)}
-        if config.data.path:
+        if config.data.path and config.data.weight in (0, 1):
             del needed["training"]
         if not config.eval.episodes:
             del needed["eval.split"]
@@ -73,9 +75,12 @@ def source_of(config: Config) -> TaskSource:
                 counts = given.rows.meta.counts.items()
                 there = ", ".join(f"{count} of {name}" for name, count in counts)
                 raise ConfigError(f"tasks.path: {tasks.path} {missing}; it has {there}")
-    data = None
+    data, beside, share = None, None, config.data.weight
     if config.data.path:
-        data = data_tasks(config.data, config.env.name, config.env.params)
+        members = config.rollout.group_size if share else 0  # of an rl stage, which alone has one
+        data = data_tasks(config.data, config.env.name, config.env.params, members)
+    if 0 < share < 1 and isinstance(data, DataTasks):  # tasks are refused by their form
+        data, beside = None, data
     rows = given if data is None else data
     return TaskSource(
         env=config.env.name,
@@ -87,6 +92,8 @@ def source_of(config: Config) -> TaskSource:
         mixture=tuple(MixturePart(part.env, part.params, part.weight) for part in tasks.mixture),
         given=given,
         data=data,
+        beside=beside,
+        share=share,
         greedy=config.eval.temperature == 0,
     )
 

@@ -21,7 +21,7 @@ from itertools import count
 from pathlib import Path
 
 from evolver_async.buffer.stages import evaluation_digest, source_of
-from evolver_async.buffer.tasks.data_files import data_rows
+from evolver_async.buffer.tasks.data_files import data_rows, data_tasks
 from evolver_async.buffer.tasks.row_files import rows_of
 from evolver_async.buffer.tasks.rows import stored
 from evolver_async.buffer.tasks.task_source import held_out_task
@@ -201,9 +201,11 @@ def _in_steps(config: Config, index: int) -> StageConfig:
     stage = config.stages[index]
     if not stage.epochs:
         return stage
-    written = stage_as_written(config, index)
-    rows = data_rows(written.data).meta.counts["train"]
-    steps = math.ceil(stage.epochs * rows / written.learner.groups_per_step)
+    staged = stage_config(config, index)
+    data, weight = staged.data, staged.data.weight
+    members = staged.rollout.group_size if weight else 0
+    rows = data_tasks(data, staged.env.name, staged.env.params, members).count("train")
+    steps = math.ceil(stage.epochs * rows / ((weight or 1) * staged.learner.groups_per_step))
     return replace(stage, steps=steps, epochs=0.0)
 
 

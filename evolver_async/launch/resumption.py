@@ -261,6 +261,11 @@ def _replayed(config: Config, index: int) -> dict[str, Any]:
     tasks = [_tasks(stage_as_written(config, number)) for number in range(index + 1)]
     equal = tasks.index(tasks[-1])
     named["env.params"] = f"the tasks of stage {equal}" if equal < index else "tasks of its own"
+    if weight := stage.data.weight:  # the ids of its groups' tasks depend on their size
+        share = "all groups" if weight == 1 else "a share of the groups"
+        named["data.weight"] = f"{share}, of up to {stage.rollout.group_size} rows"
+    else:
+        named["data.weight"] = "no rows"
     if stage.rollout.guided != "failed":
         named["rollout.guided"] = "fixed or adaptive"
     return {f"stages[{index}].kind": config.stages[index].kind, **named}

@@ -18,7 +18,8 @@ FAMILIES: dict[str, tuple[str, ...]] = {
         *("histogram", "teacher", "serve"),
         *("safety", "alarm", "buffer", "actors", "censor", "weights", "wandb", "trajectories"),
         *("guidance", "offpolicy_swapped", "env", "engine", "player", "reward_model", "validation"),
-        *(f"lag_{bucket}" for bucket in ("0", "1", "2", "3-4", "5-8", "9+")),
+        *(f"lag_{bucket}" for bucket in ("0", "1", "2", "3-4", "5-8", "9+", "recorded")),
+        "data",
     ),
     ENV_STEPS: (
         *("eval", "agent", "env_service", "experience", "questioning", "reflection", "judge"),

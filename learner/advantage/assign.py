@@ -97,11 +97,12 @@ def _by_group(
     """
     finite_P, baseline = finite_groups(rewards), given.baseline
     advantage_U = np.zeros_like(rewards.turn_reward_U)
-    if finite_P.any():
-        compared = replace(rewards, group_P=batch.peer_P).of(finite_P)
-        finite_U = finite_P[rewards.trajectory_U]
-        estimate_U, baseline = _estimated(compared, given.of(finite_P, finite_U), settings)
-        advantage_U[finite_U] = estimate_U
+    compared_P = finite_P & ~batch.written_P  # recorded conversations have no outcome
+    if compared_P.any():
+        compared = replace(rewards, group_P=batch.peer_P).of(compared_P)
+        compared_U = compared_P[rewards.trajectory_U]
+        estimate_U, baseline = _estimated(compared, given.of(compared_P, compared_U), settings)
+        advantage_U[compared_U] = estimate_U
         finite_P &= finite_groups(rewards, advantage_U)
     advantage_U = np.where(finite_P[rewards.trajectory_U], advantage_U, 0.0)
     return advantage_U[batch.turn_at_N], finite_P, baseline
@@ -150,10 +151,13 @@ def _by_critic(
         minlength=int(batch.group_P.max()) + 1,
     )
     finite_P = finite_groups(rewards) & (lost_G[batch.group_P] == 0)
-    finite_N = finite_P[batch.trajectory_N]
-    if settings.whiten and finite_N.any():
-        advantage_N[finite_N] = whitened(advantage_N[finite_N])
-    return np.where(finite_N, advantage_N, 0.0), np.where(finite_N, return_N, 0.0), finite_P
+    finite_N, written_N = (of_P[batch.trajectory_N] for of_P in (finite_P, batch.written_P))
+    # recorded conversations have no outcome: their values are to stay
+    return_N = np.where(written_N, values.value_N, return_N)
+    valued_N = finite_N & ~written_N
+    if settings.whiten and valued_N.any():
+        advantage_N[valued_N] = whitened(advantage_N[valued_N])
+    return np.where(valued_N, advantage_N, 0.0), np.where(finite_N, return_N, 0.0), finite_P
 
 
 def _estimate(

@@ -30,9 +30,9 @@ class EstimatorInput:
     alpha: the weight of labels at this step; baseline: the running mean of earlier rewards;
     log_weight_P: the log of exp(anchor - old) over all tokens of each trajectory, bounded, 0 for
     kinds that read no anchor; length_P: the ACTION tokens of each; lag_P, lag_U int64:
-    the largest version lag of the tokens of each trajectory, and of each turn. The group of a
-    trajectory is in the rewards. `metrics`: takes numbers of the estimator's own, which are logged
-    as advantage/own/<name>.
+    the largest version lag of the tokens of each trajectory, and of each turn, -1 of one of a log.
+    The group of a trajectory is in the rewards. `metrics`: takes numbers of the estimator's own,
+    which are logged as advantage/own/<name>.
     """
 
     alpha: float

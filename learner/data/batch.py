@@ -8,7 +8,7 @@ a single row, one micro-batch at a time. `collate` makes batches; nothing change
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
 import numpy as np
@@ -19,6 +19,8 @@ from evolver_async.model.rows.borders import Borders
 from evolver_async.model.rows.prefix_trees import SortedRows
 from evolver_async.schema import Array
 from learner.data.packing import Layout, cut_rows, cut_trees, place, ranges
+
+UNKNOWN_LAG = -1  # of tokens that no version of this run sampled
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,15 @@ class MicroBatch:
         """Return the entries of a whole batch's array that belong to these tokens."""
         return torch.from_numpy(array_N[self.index_N.numpy()]).to(self.tokens_BT.device)
 
+    def part(self, kept_N: torch.Tensor) -> "MicroBatch":
+        """Return it with these of its ACTION tokens alone, bool[N]: whole trajectories, which are
+        numbered anew."""
+        kept = {one.name: getattr(self, one.name) for one in fields(self)}
+        kept = {name: one[kept_N] for name, one in kept.items() if name.endswith("_N")}
+        kept["index_N"] = self.index_N[kept_N.cpu()]
+        kept["trajectory_N"] = torch.unique(kept["trajectory_N"], return_inverse=True)[1]
+        return replace(self, **kept)
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -85,12 +96,14 @@ class Batch:
 
     tokens int32, action bool: the rows one after another, row r at row_start_R[r]:row_start_R[r+1].
     The `_N` arrays hold ACTION tokens in row order, those of row r at
-    action_start_R[r]:action_start_R[r+1]: mu_N float32 (behaviour), lag_N int64, abandoned_N bool
-    (sampled past the fork of an abandoned lineage), swapped_N bool (sampled by newer weights than
-    the first token of its sequence), turn_N int64, trajectory_N int64. trajectory_R int64.
-    group_P int64 (index of the group), peer_P int64 (index of the members of its group that it is
-    compared with), reward_P float64, length_P int64 (ACTION tokens), lag_P int64 (the largest of
-    its tokens, 0 without any), guided_P bool (experience was in a sampled context), copied_P bool
+    action_start_R[r]:action_start_R[r+1]: mu_N float32 (behaviour), lag_N int64 (UNKNOWN_LAG of
+    rows of files), abandoned_N bool (no line of versions leads from its weights to the present
+    ones: past the fork of an abandoned lineage, or of a file), swapped_N bool (sampled by newer
+    weights than the first token of its sequence), turn_N int64, trajectory_N int64.
+    trajectory_R int64. group_P int64 (index of the group), peer_P int64 (index of the members of
+    its group that it is compared with), reward_P float64, length_P int64 (ACTION tokens), lag_P
+    int64 (the largest of its tokens, 0 without any), written_P bool (recorded in words: its tokens
+    have no behaviour log-probs), guided_P bool (experience was in a sampled context), copied_P bool
     (an action copies from the experience, so it keeps its context), stripped_P bool (experience was
     in the sampled context and is in no row), truncated_P bool (the episode was cut off), overlong_P
     bool (by a limit of tokens or of time).
@@ -129,6 +142,7 @@ class Batch:
     reward_P: Array
     length_P: Array
     lag_P: Array
+    written_P: Array
     guided_P: Array
     copied_P: Array
     stripped_P: Array
@@ -164,6 +178,7 @@ class Batch:
         """The largest version lag of the ACTION tokens of every turn, 0 without any; int64."""
         found_U = np.zeros(len(self.turn_reward_U), np.int64)
         np.maximum.at(found_U, self.turn_at_N, self.lag_N)
+        found_U[self.turn_at_N[self.lag_N == UNKNOWN_LAG]] = UNKNOWN_LAG
         return found_U
 
     @property

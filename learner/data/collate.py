@@ -19,7 +19,7 @@ from evolver_async.lineages import Fork, version_lag
 from evolver_async.model.grammar import GrammarError, Grammars
 from evolver_async.randomness import uniform
 from evolver_async.schema import Array, Group, Role, Sequence, Trajectory, WeightId
-from learner.data.batch import Batch
+from learner.data.batch import UNKNOWN_LAG, Batch
 
 Decode = Callable[[list[int]], str]
 
@@ -173,8 +173,9 @@ def collate(
     """Internalise and flatten the sequences of `groups` (at least one group).
 
     `lags`: the version lag of every weight id that sampled a token (`lag_table`); tokens of a
-    scripted policy have lag 0 and behaviour log-prob 0. `whole_groups`: see `Batch`. `grammars`:
-    called if some turn obeyed a grammar; GrammarError if its tokens do not.
+    scripted policy have lag 0 and behaviour log-prob 0, those of files no known lag.
+    `whole_groups`: see `Batch`. `grammars`: called if some turn obeyed a grammar; GrammarError if
+    its tokens do not.
     """
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     group_P = np.repeat(np.arange(len(groups)), [len(group.trajectories) for group in groups])
@@ -195,13 +196,16 @@ def collate(
             if grammars is None:
                 raise Inconsistency("there are turns that obeyed a grammar, and no compiler")
             masks = _masks([*chain(*sequences)], of_S, grammars())
-        return _Rows([*chain(*sequences)], lags, trajectory_S, stripped_P[trajectory_S], masks)
+        of_files = [one.policy in ("recorded", "logged") for one in of_S]
+        given = lags, of_files, trajectory_S, stripped_P[trajectory_S], masks
+        return _Rows([*chain(*sequences)], *given)
 
     facts = {
         "group_P": group_P,
         # Contexts with and without experience are two policies, unless training makes them one.
         "peer_P": 2 * group_P + guided_P if internalise.teaches else group_P,
         "reward_P": np.array([trajectory.reward for trajectory in trajectories], np.float64),
+        "written_P": np.array([one.policy == "recorded" for one in trajectories], bool),
         "guided_P": guided_P,
         "copied_P": copied_P,
         "stripped_P": stripped_P,
@@ -225,12 +229,14 @@ class _Rows:
 
     trained_T: ACTION tokens that have a context to be predicted from. kept_T: tokens of the rows as
     they train, those of `stripped_S` without EXPERIENCE. count_S: the trained tokens `N` of each.
+    of_files: whether each is of a file.
     """
 
     def __init__(
         self,
         sequences: list[Sequence],
         lags: dict[WeightId, Lag],
+        of_files: list[bool],
         trajectory_S: Array,
         stripped_S: Array,
         masks: tuple[Array, Array] | None,
@@ -254,7 +260,7 @@ class _Rows:
             joined["mask_N"], self.allowed_MW = masks
         self.of_N = {name: array_T[self.trained_T] for name, array_T in joined.items()}
         trained_A = self.trained_T[action_T]
-        runs = _of_runs(sequences, lags, self._sums(action_T).tolist())
+        runs = _of_runs(sequences, lags, of_files, self._sums(action_T).tolist())
         self.of_N |= {name: array_A[trained_A] for name, array_A in runs.items()}
         self.of_N["trajectory_N"] = np.repeat(trajectory_S, self.count_S)
 
@@ -275,6 +281,7 @@ class _Rows:
         trajectories, trajectory_N = len(facts["group_P"]), of_N["trajectory_N"]
         lag_P = np.zeros(trajectories, np.int64)
         np.maximum.at(lag_P, trajectory_N, of_N["lag_N"])
+        lag_P[trajectory_N[of_N["lag_N"] == UNKNOWN_LAG]] = UNKNOWN_LAG
         return {
             **facts,
             "tokens": self.token_T[tokens_T],
@@ -294,15 +301,18 @@ class _Rows:
 
 
 def _of_runs(
-    sequences: list[Sequence], lags: dict[WeightId, Lag], counts: list[int]
+    sequences: list[Sequence],
+    lags: dict[WeightId, Lag],
+    of_files: list[bool],
+    counts: list[int],
 ) -> dict[str, Array]:
     """Return the lag of every ACTION token, and whether newer weights than its sequence's first
     ones, or those of an abandoned lineage, sampled it.
     """
     runs: list[tuple[int, int, bool, bool]] = []
-    for sequence, count in zip(sequences, counts, strict=True):
-        if not sequence.versions:  # a scripted policy's
-            runs.append((count, 0, False, False))
+    for sequence, of_file, count in zip(sequences, of_files, counts, strict=True):
+        if not sequence.versions:  # a scripted policy's, or of a file
+            runs.append((count, UNKNOWN_LAG if of_file else 0, of_file, False))
             continue
         first = sequence.versions[0].weights
         for run in sequence.versions:

@@ -79,6 +79,23 @@ def select(groups: list[Group], settings: SelectionConfig, *, seed: int) -> Sele
     return Selected(chosen, filtered, sorted(kept))
 
 
+def select_beside_rows(groups: list[Group], settings: SelectionConfig, *, seed: int) -> Selected:
+    """Choose among the groups of an rl step, some of which can be rows of files.
+
+    Trajectories of logs are chosen as played ones are. Recorded conversations, which come last,
+    always train: they have no outcome to compare. Rows that were left out have nothing to train.
+    """
+    left = trainable([group for group in groups if group.task.origin == "recorded"])
+    fit = {group.group_id: group for group in left.groups}
+    written = [group for group in left.groups if group.trajectories[0].policy == "recorded"]
+    out = {group.group_id for group in written} | {n for ids in left.filtered.values() for n in ids}
+    places = [place for place, group in enumerate(groups) if group.group_id not in out]
+    compared = [fit.get(groups[place].group_id, groups[place]) for place in places]
+    found = select(compared, settings, seed=seed) if compared else Selected([], {})
+    kept = found.kept and [places[index] for index in found.kept]
+    return Selected([*found.groups, *written], left.filtered | found.filtered, kept)
+
+
 def advantage_scale(settings: SelectionConfig, share: float) -> float:
     """Return the factor of advantages for the share of groups that is left."""
     return {"none": 1.0, "linear": share, "sqrt": math.sqrt(share)}[settings.scale]

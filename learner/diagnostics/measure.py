@@ -16,10 +16,10 @@ from evolver_async.schema import Array, Group
 from learner.advantage.assign import Advantages, reliance
 from learner.advantage.group_relative import unlabelled_groups
 from learner.advantage.shaped_rewards import Rewards, overlong, penalises, reward_kl
-from learner.data.batch import Batch, LogProbs, Values
+from learner.data.batch import UNKNOWN_LAG, Batch, LogProbs, Values
 from learner.data.players import NON_FINITE, TARGET_KL, TRUNCATED, fates
 from learner.data.selection import Selected, resampling_metrics
-from learner.diagnostics.rollouts import group_signals, taken_metrics
+from learner.diagnostics.rollouts import group_signals, played_and_rows, taken_metrics
 from learner.loss.accounting import OWN, Accounting, kl_of
 from learner.loss.correction import facts_of
 from learner.optimize.distillation import DISTILL_KL, DISTILL_TOKENS
@@ -126,18 +126,19 @@ def measure(trained: Trained, stage: Config) -> tuple[dict[str, float], dict[str
     """Return the metrics and the histograms of a step, by name."""
     metrics = taken_metrics(stage, trained.groups, trained.split)
     if trained.kind == "rl":
-        signals = group_signals(trained.split)
+        signals = group_signals(played_and_rows(trained.split)[0])
         metrics |= {f"safety/{name}": value for name, value in signals.items()}
     if (kept := trained.chosen.kept) is not None:
         metrics["selection/kept_share"] = len(kept) / len(trained.split)
         if "members" in stage.selection.facts.reads:
-            metrics |= resampling_metrics([trained.split[i] for i in kept], trained.chosen.groups)
+            before = [trained.split[i] for i in kept]
+            metrics |= resampling_metrics(before, trained.chosen.groups[: len(kept)])
     batch, applied, credit = trained.batch, trained.applied, trained.credit
     if batch is None or applied is None:
         return metrics, {}
     trained_P = np.ones_like(batch.stripped_P)
     if credit is not None:
-        trained_P = applied.trained_P(batch)
+        trained_P = applied.trained_P(batch) & ~batch.written_P  # which have no outcome
         metrics |= credit_metrics(batch, credit, stage)
     metrics |= update_metrics(
         applied, scaled=credit is not None and facts_of(stage.correction).scales_lr
@@ -155,7 +156,8 @@ def measure(trained: Trained, stage: Config) -> tuple[dict[str, float], dict[str
 def credit_metrics(batch: Batch, credit: Credit, stage: Config) -> dict[str, float]:
     """Measure penalties of rewards, advantages, values, labels and stripping of an rl step."""
     metrics: dict[str, float] = {}
-    advantages, finite_N = credit.advantages, credit.advantages.finite_P[batch.trajectory_N]
+    advantages = credit.advantages
+    finite_N = (advantages.finite_P & ~batch.written_P)[batch.trajectory_N]
     if stage.loss.mask_truncated:
         metrics["train/masked_truncated"] = float(credit.masked_P.mean())
     if penalises(stage.loss):
@@ -255,7 +257,9 @@ def trajectory_metrics(batch: Batch, kept_P: Array) -> dict[str, float]:
     if not kept_P.any():
         return {}
     lag_P = batch.lag_P[kept_P]
-    found = {"staleness/mean": float(lag_P.mean()), "staleness/max": float(lag_P.max())}
+    found: dict[str, float] = {}
+    if len(known := lag_P[lag_P != UNKNOWN_LAG]):
+        found = {"staleness/mean": float(known.mean()), "staleness/max": float(known.max())}
     columns = {
         "lag": lag_P,
         "stripped": batch.stripped_P[kept_P],
@@ -268,15 +272,17 @@ def trajectory_metrics(batch: Batch, kept_P: Array) -> dict[str, float]:
 def _by_family(
     columns: dict[str, Array], statistics: Callable[[dict[str, Array]], dict[str, float]]
 ) -> dict[str, float]:
-    """Return statistics of all data, of stripped and of other data, of swapped data, and of every
-    lag bucket."""
+    """Return statistics of all data, of stripped and of other data, of swapped data, of every lag
+    bucket, and of trajectories of logs, whose lag nobody knows."""
     stripped, buckets = columns["stripped"], np.searchsorted(BUCKET_ENDS, columns["lag"])
     families: dict[str, Array] = {}
     if stripped.any():
         families = {"offpolicy_guided": stripped, "offpolicy_unguided": ~stripped}
     if "swapped" in columns:  # of tokens, not of whole trajectories
         families["offpolicy_swapped"] = columns["swapped"]
-    families |= {f"lag_{BUCKETS[i]}": buckets == i for i in np.unique(buckets)}
+    unknown = columns["lag"] == UNKNOWN_LAG
+    families |= {f"lag_{BUCKETS[i]}": (buckets == i) & ~unknown for i in np.unique(buckets)}
+    families["lag_recorded"] = unknown
     families = {"offpolicy": np.ones(len(stripped), bool)} | families
     found: dict[str, float] = {}
     for family, inside in families.items():
@@ -327,7 +333,7 @@ def step_histograms(
         "lengths": logarithmic(batch.length_P[kept_P], LENGTHS_PER_OCTAVE),
     }
     if accounting is not None:
-        found["lags"] = integers(batch.lag_P[kept_P])
+        found["lags"] = integers(batch.lag_P[kept_P & (batch.lag_P != UNKNOWN_LAG)])
         found["weights"] = logarithmic(accounting.column("w"), PER_OCTAVE)
         found["ratios"] = logarithmic(accounting.column("r"), PER_OCTAVE)
     return {name: one for name, one in found.items() if one is not None}

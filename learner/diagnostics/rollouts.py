@@ -14,12 +14,18 @@ UNREADABLE = np.uint8(TurnFlag.FORMAT_ERROR | FAILED_CALL)
 
 
 def taken_metrics(stage: Config, groups: list[Group], split: list[Group]) -> dict[str, float]:
-    """Measure the groups before selection. `split`: those of the players."""
-    metrics = length_metrics(groups) | own_metrics(groups)
-    if any(one.policy != "recorded" for group in groups for one in group.trajectories):
-        metrics |= rollout_metrics(groups)  # rows of files have no outcome of their own
+    """Measure the groups before selection. `split`: those of the players.
+
+    Rows beside them tell nothing of the policy, and of rows alone there is no outcome.
+    """
+    played, rows = played_and_rows(groups)
+    metrics = row_metrics(rows, len(groups)) if stage.data.weight else {}
+    groups = played or groups
+    metrics |= length_metrics(groups) | own_metrics(groups)
+    if played:
+        metrics |= rollout_metrics(played)
     if stage.rollout.players:
-        metrics |= player_metrics(groups, split)
+        metrics |= player_metrics(groups, played_and_rows(split)[0] or split)
     if stage.reward.terms:
         metrics |= reward_metrics(groups, [term.called for term in stage.reward.terms])
     if stage.experience.kind != "none":
@@ -27,6 +33,25 @@ def taken_metrics(stage: Config, groups: list[Group], split: list[Group]) -> dic
     if stage.tasks.mixture or stage.tasks.path:
         metrics |= env_metrics(groups)
     return metrics
+
+
+def played_and_rows(groups: list[Group]) -> tuple[list[Group], list[Group]]:
+    """Return the groups that were played, and those that are rows of files."""
+    rows = [group for group in groups if group.task.origin == "recorded"]
+    return [group for group in groups if group.task.origin != "recorded"], rows
+
+
+def row_metrics(rows: list[Group], groups: int) -> dict[str, float]:
+    """Measure the rows among the `groups` of an rl step: their share, and of trajectories of logs
+    the outcomes."""
+    found = {"data/share": len(rows) / groups}
+    trajectories = [one for group in rows for one in group.trajectories]
+    found["data/conversations"] = float(sum(one.policy == "recorded" for one in trajectories))
+    if logged := [one for one in trajectories if one.policy == "logged"]:
+        found["data/trajectories"] = float(len(logged))
+        found["data/reward_mean"] = float(np.mean([one.reward for one in logged]))
+        found["data/success"] = float(np.mean([one.success for one in logged]))
+    return found
 
 
 def rollout_metrics(groups: list[Group]) -> dict[str, float]:

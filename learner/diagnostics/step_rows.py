@@ -13,6 +13,7 @@ from evolver_async.metrics.activity import ActorShares
 from evolver_async.metrics.writer import Metrics, Timers
 from evolver_async.model import policy
 from evolver_async.schema import Role, Sequence, Trajectory
+from learner.data.batch import UNKNOWN_LAG
 from learner.diagnostics.measure import StepResult, Trained
 from learner.state import LearnerState
 
@@ -95,7 +96,7 @@ def write_samples(path: Path, tokenizer: Any, data: Trained, count: int) -> None
     unfinished = path.with_name(f".{path.name}")
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     tasks = [group.task.task_id for group in groups for _ in group.trajectories]
-    picks = np.flatnonzero(batch.length_P)
+    picks = np.flatnonzero((batch.length_P > 0) & ~batch.written_P)
     picks = picks[np.linspace(0, len(picks) - 1, min(count, len(picks))).astype(int)]
     with unfinished.open("w") as lines:
         for index in picks.tolist():
@@ -118,7 +119,7 @@ def write_samples(path: Path, tokenizer: Any, data: Trained, count: int) -> None
                 "text": [(role, text) for role, text, _ in parts],
                 "text_turns": [turn for _, _, turn in parts],
                 "turn_versions": _versions(trajectory),
-                "lags": batch.lag_N[mine_N].tolist(),
+                "lags": [None if x == UNKNOWN_LAG else x for x in batch.lag_N[mine_N].tolist()],
                 "logprobs": batch.mu_N[mine_N].tolist(),
                 "anchor_logprobs": anchor_N.tolist(),
                 "ratios": np.exp(anchor_N - credit.logprobs.old_N[mine_N]).tolist(),

@@ -64,7 +64,8 @@ class Guard:
             signals["log_grad_norm"] = math.log(found["loss/grad_norm"])
         if len(totals := state.watched.not_arrived) > 1:
             signals["weights_not_arrived"] = max(0.0, totals[-1] - totals[-2])
-        metrics, alarms = judge(state.watched, signals, found["train/success"], stage.safety)
+        success = found.get("train/success", state.eval_success)  # of rows there is none
+        metrics, alarms = judge(state.watched, signals, success, stage.safety)
         found |= metrics
         begun = [alarm for alarm in alarms if alarm.begins]
         for alarm in begun:

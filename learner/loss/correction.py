@@ -30,8 +30,9 @@ class ActionTokens:
     theta_N carries the gradient; old_N and anchor_N are constants, trajectory_N int64[N] is the
     trajectory of each token. anchor_N is 0 for the kinds that read no anchor. prepared_N: what the
     kind's `prepare` returned for these tokens, 1 without one. lag_N int64: versions between the
-    token's sampling and this step. position_N int64: its place among the ACTION tokens of its
-    trajectory, from 0. group_N int64: index of its group, the same in all micro-batches of a step.
+    token's sampling and this step, -1 of a log's tokens. position_N int64: its place among the
+    ACTION tokens of its trajectory, from 0. group_N int64: index of its group, the same in all
+    micro-batches of a step.
     """
 
     theta_N: torch.Tensor

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from functools import cached_property
 
+import numpy as np
 import torch
 
 from evolver_async.config import CorrectionConfig, LossConfig
@@ -72,17 +73,24 @@ class Objective:
     @cached_property
     def prepared_N(self) -> Array:
         """Return what the correction prepares once for the whole step."""
-        batch, logprobs = self.batch, self.logprobs
+        batch, logprobs, sampled_N = self.batch, self.logprobs, ~self.written_N
         tokens = StepTokens(
-            old_N=logprobs.old_N,
-            anchor_N=logprobs.anchor_N,
-            advantage_N=self.advantage_N,
-            trajectory_N=batch.trajectory_N,
-            lag_N=batch.lag_N,
-            position_N=batch.position_N,
-            group_N=batch.group_P[batch.trajectory_N],
+            old_N=logprobs.old_N[sampled_N],
+            anchor_N=logprobs.anchor_N[sampled_N],
+            advantage_N=self.advantage_N[sampled_N],
+            trajectory_N=batch.trajectory_N[sampled_N],
+            lag_N=batch.lag_N[sampled_N],
+            position_N=batch.position_N[sampled_N],
+            group_N=batch.group_P[batch.trajectory_N][sampled_N],
         )
-        return prepared(self.correction, tokens)
+        prepared_N = np.ones_like(logprobs.old_N)
+        prepared_N[sampled_N] = prepared(self.correction, tokens)
+        return prepared_N
+
+    @cached_property
+    def written_N(self) -> Array:
+        """True for the tokens of recorded conversations, which nobody sampled; bool[N]."""
+        return self.batch.written_P[self.batch.trajectory_N]
 
     def __call__(
         self,
@@ -92,7 +100,43 @@ class Objective:
         minibatch: Minibatch,
         accounting: Accounting,
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Return the loss and its terms in the update `minibatch`; measure into `accounting`."""
+        """Return the loss and its terms in the update `minibatch`; measure into `accounting`.
+
+        A token that nobody sampled has no ratio to correct or to clip: its loss is the supervised
+        one, -theta, with the weight of `loss.aggregation`, as of an advantage of 1.
+        """
+        if not self.batch.written_P.any():
+            return self._sampled(theta_N, entropy_N, micro, minibatch, accounting)
+        written_N = micro.of(self.written_N)
+        supervised = -(self._scale(micro, minibatch) * theta_N)[written_N].sum()
+        entropy = entropy_N.detach()[written_N].sum() / minibatch.tokens
+        terms = {"loss/supervised": supervised.detach()}
+        if written_N.all():
+            return supervised, terms | {"loss/policy": 0 * entropy, "loss/entropy": entropy}
+        kept_N = ~written_N
+        given = theta_N[kept_N], entropy_N[kept_N], micro.part(kept_N), minibatch, accounting
+        value, found = self._sampled(*given)
+        terms["loss/entropy"] = found.pop("loss/entropy") + entropy
+        return value + supervised, found | terms
+
+    def _scale(self, micro: MicroBatch, minibatch: Minibatch) -> torch.Tensor:
+        return token_scale(
+            self.loss.aggregation,
+            micro.length_N,
+            tokens=minibatch.tokens,
+            trajectories=minibatch.trajectories,
+            norm_tokens=self.loss.norm_tokens,
+        )
+
+    def _sampled(
+        self,
+        theta_N: torch.Tensor,
+        entropy_N: torch.Tensor,
+        micro: MicroBatch,
+        minibatch: Minibatch,
+        accounting: Accounting,
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Return the loss and the terms of tokens that a policy sampled."""
         anchor_N, advantage_N = micro.of(self.logprobs.anchor_N), micro.of(self.advantage_N)
         if self.interpolates:
             made_N = interpolated_anchor(theta_N, micro.mu_N, micro.lag_N)
@@ -130,13 +174,7 @@ class Objective:
             kl_N = kl_estimate(self.loss.kl, theta_N, micro.of(self.logprobs.reference_N))
         return policy_loss(
             corrected.weight_N * clipped.objective_N,
-            token_scale(
-                self.loss.aggregation,
-                micro.length_N,
-                tokens=minibatch.tokens,
-                trajectories=minibatch.trajectories,
-                norm_tokens=self.loss.norm_tokens,
-            ),
+            self._scale(micro, minibatch),
             kl_N=kl_N,
             kl_coef=self.loss.kl_coef,
             entropy_N=entropy_N,

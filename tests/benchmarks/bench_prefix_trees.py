@@ -51,6 +51,7 @@ def groups(vocabulary: int) -> Batch:
         reward_P=np.zeros(rows),
         length_P=np.full(rows, ANSWER),
         lag_P=np.zeros(rows, np.int64),
+        written_P=np.zeros(rows, bool),
         guided_P=np.zeros(rows, bool),
         copied_P=np.zeros(rows, bool),
         stripped_P=np.zeros(rows, bool),

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from evolver_async import __version__
 from evolver_async.checkpoint.checkpoints import save
 from evolver_async.cli import main
 from evolver_async.commands.recipes import recipe_path
@@ -17,6 +16,7 @@ from evolver_async.launch.resumption import raised_rate
 from evolver_async.launch.run_directory import locked
 from evolver_async.metrics import tail
 from evolver_async.runs.watch import runs
+from evolver_async.version import VERSION
 
 ROOT = Path(__file__).parents[2]
 
@@ -42,7 +42,7 @@ def test_the_version_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["--version"])
     assert ended.value.code == 0
-    assert capsys.readouterr().out == f"evolver-async {__version__}\n"
+    assert capsys.readouterr().out == f"evolver-async {VERSION}\n"
 
 
 def test_help_lists_what_people_use_alone(capsys: pytest.CaptureFixture[str]) -> None:

@@ -37,6 +37,7 @@ def varied(count: int, mean: int, vocabulary: int, *, seed: int = 0) -> Batch:
         reward_P=np.zeros(count),
         length_P=action_R,
         lag_P=np.zeros(count, np.int64),
+        written_P=np.zeros(count, bool),
         guided_P=np.zeros(count, bool),
         copied_P=np.zeros(count, bool),
         stripped_P=np.zeros(count, bool),

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from itertools import chain
 
 from evolver_async.buffer.log.journal import Journal
+from evolver_async.buffer.state.groups import UNTRAINED
 from evolver_async.buffer.state.replay import Replay
 
 
@@ -75,9 +76,9 @@ class DiskCapacity:
         replay = self.replay
         if replay.by_state["taken"]:
             return True
-        kind, wanted = replay.numbers.kind, replay.numbers.groups_per_step
+        wanted = replay.numbers.groups_per_step
         for held in chain(replay.by_state["open"].values(), replay.by_state["ready"].values()):
-            wanted -= held.kind == kind
+            wanted -= held.kind not in UNTRAINED
             if wanted <= 0:
                 return True
         return False

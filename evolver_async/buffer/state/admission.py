@@ -13,7 +13,8 @@ grant. The head stands still while the learner waits, so in the end an actor hol
 group fits any more, nothing is open and nothing taken, more than `(S+1-lag)·B -
 reuse` uses are ready, each group has at most `reuse`, and `reuse ≤ S+1-lag`: so at least B groups
 are ready and the learner can go on. Open groups end by arriving, by a lease that runs out and is
-granted again, or by eviction; taken ones by DONE or RESUME.
+granted again, or by eviction; taken ones by DONE or RESUME. Groups of rows beside rollouts (kind
+`demo`) count as these do, and never become too old.
 """
 
 from dataclasses import dataclass, field
@@ -106,8 +107,9 @@ class Admission:
         return max(0, numbers.max_staleness + 1 - lag) * numbers.groups_per_step
 
     def outstanding(self) -> int:
-        """Uses still to come, of all groups of the kind that this stage trains on."""
-        return self.uses[self.numbers.kind]
+        """Uses still to come, of all groups that this stage trains on."""
+        beside = self.uses["demo"] if self.numbers.kind == "rollout" else 0
+        return self.uses[self.numbers.kind] + beside
 
     def room(self, held: WeightId | None) -> int:
         """The number of groups that may be granted now to an actor that has `held` these weights.

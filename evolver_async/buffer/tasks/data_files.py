@@ -4,6 +4,7 @@ JSON lines are copied as they are and cut at their ends of lines, without a look
 million conversations begin within seconds, and a row that cannot be read is left out, by name, when
 its turn comes. Those looked at before a start are the first ones and some of the others.
 Rows of the validation split are measured and never learnt.
+Trajectories of logs are read whole, for the prompts by which they are grouped.
 """
 
 from collections.abc import Mapping
@@ -19,7 +20,8 @@ import msgspec
 import numpy as np
 
 from evolver_async.buffer.tasks import row_files, row_tables
-from evolver_async.buffer.tasks.examples import examples_of, is_conversation
+from evolver_async.buffer.tasks.examples import examples_of, is_example
+from evolver_async.buffer.tasks.logged import is_trajectory, prompt_hash, trajectory_of
 from evolver_async.buffer.tasks.rows import (
     LINES,
     META,
@@ -41,18 +43,41 @@ DataFile = tuple[str, str, Split | None]  # the key that names it, its path, its
 LOOKED_AT = 64  # first rows that are read before a start
 CHUNK = 1 << 24  # bytes that are copied at once
 NEWLINE = ord("\n")
+GROUP_BYTES = 3 << 19  # of a group's lines, which one ticket holds
+ROWS = "rows"  # in a group's task: place, problem and columns of each of its rows
 
 
 @dataclass(frozen=True)
 class DataTasks:
-    """Tasks that are rows to learn from. `env`: the environment that they are counted under."""
+    """Tasks that are rows to learn from. `env`: the environment that they are counted under.
+
+    With `members` a task is a group of an rl stage: up to so many trajectories of one prompt, or
+    one conversation. It names its first row, by its place among the grouped ones (`map_seed`),
+    until `filled`: journals hold many tasks.
+    """
 
     rows: Rows
     env: str
     columns: Mapping[str, str]
+    members: int = 0
 
     def count(self, split: Split) -> int:
+        if self.members:
+            return len(_groups(self.rows, self.members)[1]) - 1 if split == "train" else 0
         return self.rows.meta.counts.get(split, 0)
+
+    def size(self, task: Task) -> int:
+        """Return the number of rows of a group."""
+        _, starts = _groups(self.rows, self.members)
+        return int(starts[np.searchsorted(starts, task.map_seed, side="right")]) - task.map_seed
+
+    def filled(self, task: Task, members: int) -> Task:
+        """Return a group's task with its `members` rows, from the same place on as when it was
+        granted."""
+        grouped, _ = _groups(self.rows, self.members)
+        found = grouped[task.map_seed : task.map_seed + members].tolist()
+        rows = [[one.task_id, one.query, one.row] for one in map(self._of_row, found)]
+        return msgspec.structs.replace(task, row={ROWS: rows})
 
     @property
     def named(self) -> object:
@@ -65,12 +90,30 @@ class DataTasks:
 
     def task_id(self, split: Split, number: int) -> str:
         """Return the id of a task: file and place of its row."""
-        return self.rows.where(self.rows.index(split, number))
+        return self.rows.where(self._first(split, number))
 
     def task(self, split: Split, number: int) -> Task:
+        """Make the task of a row, or of a group."""
+        if not self.members:
+            return self._of_row(self.rows.index(split, number))
+        return Task(
+            task_id=self.task_id(split, number),
+            env=self.env,
+            split=split,
+            map_seed=int(_groups(self.rows, self.members)[1][number]),
+            origin="recorded",
+        )
+
+    def _first(self, split: Split, number: int) -> int:
+        """Return the index of a task's row, or of a group's first one."""
+        if self.members:
+            grouped, starts = _groups(self.rows, self.members)
+            return int(grouped[starts[number]])
+        return self.rows.index(split, number)
+
+    def _of_row(self, index: int) -> Task:
         """Make the task of a row; one that is no object in JSON, or holds what the wire does not
         carry, has the problem as text instead."""
-        index = self.rows.index(split, number)
         try:
             row = self.rows.row(index)
             problem = row_files.not_plain(row) if isinstance(row, dict) else "is no object"
@@ -79,7 +122,7 @@ class DataTasks:
         return Task(
             task_id=self.rows.where(index),
             env=self.env,
-            split=split,
+            split="train",
             map_seed=index,
             origin="recorded",
             query=problem,
@@ -87,20 +130,45 @@ class DataTasks:
         )
 
     def examples(self, split: Split) -> list[Task]:
-        """Make tasks of the first rows and of some others."""
-        count = self.count(split)
+        """Make tasks of the first rows and of some others, each by itself."""
+        count = self.rows.meta.counts.get(split, 0)
         numbers = {*range(min(LOOKED_AT, count)), *spread(count)}
-        return [self.task(split, number) for number in sorted(numbers)]
+        return [self._of_row(self.rows.index(split, number)) for number in sorted(numbers)]
 
 
-def data_tasks(data: DataConfig, env: str, params: Mapping[str, object]) -> DataTasks | GivenTasks:
-    """Return the tasks of rows: conversations, or tasks of environments with their solutions.
+@lru_cache(maxsize=8)
+def _groups(rows: Rows, members: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the indices of the rows that train, those of one prompt together, and the places among
+    them at which groups of at most `members` begin, with the end."""
+    count = rows.meta.counts.get("train", 0)
+    indices = np.array([rows.index("train", number) for number in range(count)], np.int64)
+    names = np.array([rows.name(index) for index in indices.tolist()], np.uint64)
+    _, first, prompts = np.unique(names, return_index=True, return_inverse=True)
+    order = np.argsort(first[prompts], kind="stable")
+    starts, prompt, size = list[int](), -1, 0
+    for place, (index, name) in enumerate(
+        zip(indices[order].tolist(), names[order].tolist(), strict=True)
+    ):
+        more = rows.size(index)
+        full = name != prompt or size + more > GROUP_BYTES
+        if not starts or full or place - starts[-1] == members:
+            starts.append(place)
+            size = 0
+        prompt, size = name, size + more
+    return indices[order], np.array([*starts, count])
+
+
+def data_tasks(
+    data: DataConfig, env: str, params: Mapping[str, object], members: int = 0
+) -> DataTasks | GivenTasks:
+    """Return the tasks of rows: conversations, trajectories, or tasks of environments with their
+    solutions. `members`: see `DataTasks`.
 
     Raises ConfigError, which names key, file and row.
     """
     rows = data_rows(data)
-    if is_conversation(dict.fromkeys(rows.meta.columns, 0), data.columns):
-        return DataTasks(rows, env, data.columns)
+    if is_example(dict.fromkeys(rows.meta.columns, 0), data.columns):
+        return DataTasks(rows, env, data.columns, members)
     if data.validation:
         raise ConfigError(f"data.validation: must be empty: {data.path} has tasks to be played")
     return GivenTasks(rows, env, dict(params))
@@ -147,15 +215,20 @@ def _read(
     if all(Path(file).is_file() and not file.endswith(".parquet") for _, file, _ in files):
         at, name, _ = files[0]
         first = next(iter(row_files.lines_of(Path(name), f"{at}: {name}")), None)
-        if first is not None and is_conversation(first[1], dict(columns)):
+        if first is not None and is_example(first[1], dict(columns)):
             held = TemporaryDirectory(prefix="evolver-rows-")
-            _copy(files, Path(held.name), [*first[1]])
+            _copy(files, Path(held.name), first[1], dict(columns))
             return Rows(Path(held.name), held)
     return row_files.read(files, _, row_files.ReadAs(columns=columns, subset=subset), revision)
 
 
-def _copy(files: tuple[DataFile, ...], directory: Path, columns: list[str]) -> None:
-    """Write stored rows of files of JSON lines, whose lines nobody has read yet.
+def _copy(
+    files: tuple[DataFile, ...],
+    directory: Path,
+    first: Mapping[str, Any],
+    columns: Mapping[str, str],
+) -> None:
+    """Write stored rows of files of JSON lines, whose lines nobody has read yet but the `first`.
 
     Blank lines become part of the row before them, as JSON may end in blanks. Files that train come
     before those of the validation split.
@@ -194,10 +267,14 @@ def _copy(files: tuple[DataFile, ...], directory: Path, columns: list[str]) -> N
             counts[split] = counts.get(split, 0) + len(kept)
     start = np.concatenate(starts)
     count = len(start)
+    starts_of = np.append(start, written)
+    names = np.arange(count, dtype=np.uint64)
+    if is_trajectory(first, columns):
+        names = _prompts(directory / LINES, starts_of, columns)
     arrays = {
-        "starts": np.append(start, written).astype(np.uint64),
+        "starts": starts_of.astype(np.uint64),
         "order": np.arange(count, dtype=np.uint32),
-        "names": np.arange(count, dtype=np.uint64),
+        "names": names,
         "places": np.concatenate(places),
     }
     for name, array in arrays.items():
@@ -205,13 +282,27 @@ def _copy(files: tuple[DataFile, ...], directory: Path, columns: list[str]) -> N
     meta = Meta(
         prompt="",
         split="",
-        columns=columns,
+        columns=[*first],
         files=named,
         counts=counts,
         digests={split: digest.hexdigest() for split, digest in digests.items()},
         first={split: {"": 0} for split in counts},
     )
     (directory / META).write_bytes(msgspec.json.encode(meta))
+
+
+def _prompts(path: Path, starts: np.ndarray, columns: Mapping[str, str]) -> np.ndarray:
+    """Return what names the prompt of every line: its hash, the number of the line without one."""
+    names = np.arange(len(starts) - 1, dtype=np.uint64)
+    with open(path, "rb") as lines:
+        for number, size in enumerate(np.diff(starts).tolist()):
+            try:
+                row = msgspec.json.decode(lines.read(size), type=dict[str, Any])
+            except (ValueError, RecursionError):
+                continue  # it is left out when its turn comes
+            if (name := prompt_hash(row, columns)) is not None:
+                names[number] = name
+    return names
 
 
 def _filled(path: Path, starts: np.ndarray, sizes: np.ndarray) -> np.ndarray:
@@ -231,6 +322,9 @@ def check_examples(tasks: DataTasks, kind: str) -> None:
         try:
             if task.query:
                 raise ValueError(task.query)
-            examples_of(task.row, kind, tasks.columns)
+            if tasks.members and is_trajectory(task.row, tasks.columns):
+                trajectory_of(task.row, tasks.columns)
+            else:
+                examples_of(task.row, kind, tasks.columns)
         except ValueError as error:
             raise ConfigError(f"{AT}: {task.task_id}: {error}") from None

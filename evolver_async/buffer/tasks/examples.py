@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from itertools import takewhile
 from typing import Any, NamedTuple
 
+from evolver_async.buffer.tasks.logged import is_trajectory
 from evolver_async.config.sections.run import PAIRED
 from evolver_async.files import parsed
 
@@ -56,8 +57,14 @@ class RowExample(NamedTuple):
     text: str = ""
 
 
-def is_conversation(row: Mapping[str, Any], columns: Mapping[str, str]) -> bool:
-    """Return True for a row of one of the forms above, False for a task of an environment."""
+def is_example(row: Mapping[str, Any], columns: Mapping[str, str]) -> bool:
+    """Return True for a row of one of the forms above, or a trajectory of a log, False for a task
+    of an environment."""
+    return is_trajectory(row, columns) or is_spoken(row, columns)
+
+
+def is_spoken(row: Mapping[str, Any], columns: Mapping[str, str]) -> bool:
+    """Return True for a row of one of the forms above."""
     return any(_column(row, name, columns) for name in ("messages", "completion", "chosen", "text"))
 
 

@@ -1,20 +1,20 @@
 """Conversations with outcomes, from anybody's logs, as rows to learn from.
 
-Four files of JSON lines, each for the stage that its name says, all with the provenance of a row
+Files of JSON lines, each for the stage that its name says, all with the provenance of a row
 (`source`: file and place; `by`: who wrote it, for a deletion):
 
     demonstrations.jsonl  conversations that went well                    sft
     labels.jsonl          all, with `label`                               kto
     preferences.jsonl     the best and the worst answer to one prompt     dpo, reward_model
     tasks.jsonl           each prompt once, with its mean outcome         tasks.path
+    trajectories.jsonl    those with tokens and log-probs, if any is      rl, with data.weight
 
-The tokens that a model sampled, and their log-probs, are in no such log: nothing here is on-policy
-data, and no file of these is read by an rl stage but tasks.jsonl.
+Nothing here is on-policy data: an rl stage learns trajectories as what an older policy sampled.
 """
 
 import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,7 +22,9 @@ from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 from evolver_async.buffer.tasks import row_files
-from evolver_async.buffer.tasks.examples import RowExample, RowMessage, examples_of
+from evolver_async.buffer.tasks.examples import RowExample, RowMessage, examples_of, is_spoken
+from evolver_async.buffer.tasks.logged import LOGGED, is_trajectory, row_of_reply, trajectory_of
+from evolver_async.buffer.tasks.rows import ROW_BYTES
 from evolver_async.config import ConfigError
 
 OUTCOMES = (  # columns that hold an outcome, where none is named
@@ -30,7 +32,9 @@ OUTCOMES = (  # columns that hold an outcome, where none is named
 )
 GOOD = ("up", "thumbs_up", "good", "positive", "pass", "passed", "resolved", "success", "yes", "👍")
 BAD = ("down", "thumbs_down", "bad", "negative", "fail", "failed", "unresolved", "no", "👎")
-FILES = ("demonstrations", "labels", "preferences", "tasks")
+TRAJECTORIES = "trajectories"
+FILES = ("demonstrations", "labels", "preferences", "tasks", TRAJECTORIES)
+Runs = Iterable[tuple[str, Callable[[], dict[str, Any]]]]  # place of a trajectory, and its row
 
 
 @dataclass
@@ -72,8 +76,9 @@ def ingest(
     threshold: float = 0.5,
     by: str = "",
     columns: dict[str, str] | None = None,
+    runs: Runs = (),
 ) -> Ingestion:
-    """Write the rows of files into a new directory, all of it or nothing.
+    """Write the rows of files, and trajectories of `runs`, into a new directory, all or nothing.
 
     `outcome`: the column with a number, a truth value or a word; "": the first of `OUTCOMES` that a
     row has. From `threshold` on a conversation went well. `by`: the column that names who wrote it.
@@ -92,20 +97,38 @@ def ingest(
         found, prompts = Ingestion(), dict[str, _Answered]()
 
         def write(name: str, row: dict[str, Any]) -> None:
-            files[name].write(json.dumps(row, ensure_ascii=False) + "\n")
+            line = json.dumps(row, ensure_ascii=False, separators=(",", ":"))
+            if name == TRAJECTORIES and len(line) > ROW_BYTES:  # no stage could read it
+                raise ValueError(f"more than {ROW_BYTES} bytes as a row")
+            files[name].write(line + "\n")
             found.written[name] += 1
 
+        def leave_out(place: str, error: ValueError) -> None:
+            found.left_out[str(error)] += 1
+            found.last[str(error)] = place
+
+        for place, load in runs:
+            found.read += 1
+            try:
+                write(TRAJECTORIES, load() | {"source": place})
+            except ValueError as error:
+                leave_out(place, error)
         for place, row in _rows(paths):
             found.read += 1
             value = _outcome(row, outcome, place)
+            facts = {"source": place} | ({"by": row[by]} if row.get(by) is not None else {})
+            logged = _logged(row, columns or {}, value)
             try:
+                if logged:
+                    trajectory_of(logged, {})
+                    write(TRAJECTORIES, logged | facts)
+                    if not is_spoken(row, columns or {}):
+                        continue
                 (example,) = examples_of(row, "sft", columns or {})
                 prompt, messages = _parts(example)
             except ValueError as error:
-                found.left_out[str(error)] += 1
-                found.last[str(error)] = place
+                leave_out(place, error)
                 continue
-            facts = {"source": place} | ({"by": row[by]} if row.get(by) is not None else {})
             tools = {"tools": example.tools} if example.tools else {}
             if value >= threshold:
                 write("demonstrations", {"messages": [*prompt, *messages], **tools, **facts})
@@ -118,18 +141,27 @@ def ingest(
             known.total += value
             known.best = max(known.best, answer, key=lambda one: one.outcome)
             known.worst = min(known.worst, answer, key=lambda one: one.outcome)
-        for one in prompts.values():
-            if one.best.outcome > one.worst.outcome:
-                both = {"chosen": one.best.messages, "rejected": one.worst.messages}
-                facts = {"chosen_from": one.best.facts, "rejected_from": one.worst.facts}
-                write("preferences", {"prompt": one.prompt, **both, **one.tools, **facts})
-            if one.prompt[-1]["role"] == "user":
-                known = {"outcome": one.total / one.answers, "answers": one.answers}
-                write("tasks", {"prompt": one.prompt, **known, **one.tools, **one.best.facts})
+        _write_prompts(prompts, write)
         for file in files.values():
             file.flush()
+        if not found.written[TRAJECTORIES]:
+            (part / f"{TRAJECTORIES}.jsonl").unlink()
         part.rename(out)
     return found
+
+
+def _write_prompts(
+    prompts: dict[str, _Answered], write: Callable[[str, dict[str, Any]], None]
+) -> None:
+    """Write what the answers to each prompt tell together: preferences and tasks."""
+    for one in prompts.values():
+        if one.best.outcome > one.worst.outcome:
+            both = {"chosen": one.best.messages, "rejected": one.worst.messages}
+            facts = {"chosen_from": one.best.facts, "rejected_from": one.worst.facts}
+            write("preferences", {"prompt": one.prompt, **both, **one.tools, **facts})
+        if one.prompt[-1]["role"] == "user":
+            known = {"outcome": one.total / one.answers, "answers": one.answers}
+            write("tasks", {"prompt": one.prompt, **known, **one.tools, **one.best.facts})
 
 
 def _rows(paths: list[Path]) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -141,6 +173,17 @@ def _rows(paths: list[Path]) -> Iterator[tuple[str, dict[str, Any]]]:
             for part in row_files.parts_of("FILES", Path(name)):
                 for number, row, _ in part.records:
                     yield f"{part.name}, {part.word} {number}", row
+
+
+def _logged(row: dict[str, Any], columns: dict[str, str], reward: float) -> dict[str, Any]:
+    """Return the columns of the trajectory that a row holds, {} without one."""
+    if not is_trajectory(row, columns):
+        found = row_of_reply(row)
+        return found and found | {"reward": reward}
+    others = ("success", "turn_rewards", "tokenizer")
+    named = {name: columns.get(name, name) for name in (*LOGGED, *others)}
+    found = {name: row[column] for name, column in named.items() if row.get(column) is not None}
+    return found | {"reward": reward}
 
 
 def _outcome(row: dict[str, Any], column: str, place: str) -> float:

@@ -23,7 +23,8 @@ import msgspec
 import numpy as np
 
 from evolver_async.buffer.tasks import row_tables
-from evolver_async.buffer.tasks.examples import is_conversation
+from evolver_async.buffer.tasks.examples import is_example
+from evolver_async.buffer.tasks.logged import is_trajectory, prompt_hash
 from evolver_async.buffer.tasks.rows import (
     ARRAYS,
     FIELDS,
@@ -72,7 +73,7 @@ _encode = msgspec.json.Encoder().encode
 @dataclass(frozen=True)
 class ReadAs:
     """Reading of rows: the keys of `tasks`, or the `columns` of `data`, whose rows may be
-    conversations (`spoken`)."""
+    conversations or trajectories (`spoken`)."""
 
     prompt: str = ""
     split: str = ""
@@ -368,11 +369,13 @@ class _Writer:
         for all of them. A row of no named split trains."""
         if not self.names:
             self.settings = replace(
-                self.settings, spoken=is_conversation(row, dict(self.settings.columns or ()))
+                self.settings, spoken=is_example(row, dict(self.settings.columns or ()))
             )
         if not self.settings.spoken:
             return self._task(row, split or "train")
-        self.names.append(len(self.names))
+        columns = dict(self.settings.columns or ())
+        name = prompt_hash(row, columns) if is_trajectory(row, columns) else None
+        self.names.append(len(self.names) if name is None else name)
         return "", NAMES_OF_SPLITS[split or "train"]
 
     def _task(self, row: dict[str, Any], split: str) -> tuple[str, Split]:
@@ -411,7 +414,7 @@ class _Writer:
             )
         names = np.frombuffer(self.names, np.uint64)
         if self.settings.spoken:
-            pass  # named by their places
+            pass  # named by their places, or by their prompts
         elif self.prompt:
             again = np.ones(len(names), bool)
             again[np.unique(names, return_index=True)[1]] = False

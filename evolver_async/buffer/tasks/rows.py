@@ -5,7 +5,7 @@ library. A directory holds `rows.jsonl`, `rows.json` (`Meta`) and four arrays:
 
     starts uint64[N + 1]  where every line begins
     order  uint32[N]      rows by split, in the order of the files within one
-    names  uint64[N]      hash that names the row's task
+    names  uint64[N]      hash that names the row's task, or the prompt of a logged trajectory
     places uint32[N]      number of the row, or of its line, in its file
 
 A row becomes a `Task` when the task is issued: of the environment's own kind, or, with
@@ -102,8 +102,13 @@ class Rows:
         return msgspec.json.decode(self._lines[start:end])
 
     def name(self, index: int) -> int:
-        """Return the hash that names a row's task."""
+        """Return the hash that names a row's task, or the prompt of a trajectory."""
         return int(self._arrays["names"][index])
+
+    def size(self, index: int) -> int:
+        """Return the bytes of a row's line."""
+        start, end = self._arrays["starts"][index : index + 2].tolist()
+        return end - start
 
     def where(self, index: int) -> str:
         """Return the file of a row and its place there, in words."""

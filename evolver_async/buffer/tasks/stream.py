@@ -1,4 +1,5 @@
-"""Stream of training tasks: numbered ones, a pool of synthetic ones, and tasks queued again.
+"""Stream of training tasks: numbered ones, a pool of synthetic ones, rows beside them, and tasks
+queued again.
 
 `peek` returns the next task and changes nothing, `take` uses it up: a grant is decided with the one
 and recorded with the other. Pure: draws are keyed by the seed and their purpose.
@@ -18,7 +19,7 @@ PATIENT_AFTER = 2  # evictions for age before the learner waits for a task; one 
 MAX_BYTES = 32_768  # of a synthetic task: the pool holds many in memory
 
 # Of a walk through a numbered set; also the key of its draws.
-Way = Literal["tasks", "synthetic", "explore"]
+Way = Literal["tasks", "synthetic", "explore", "data"]
 
 
 class Queued(msgspec.Struct):
@@ -98,6 +99,8 @@ class TaskStream:
         if synthetic > 0:
             first = uniform(self.seed, "mixture", taken) < synthetic
             ways.insert(0 if first else 1, "synthetic")
+        if self.source.is_row(taken + self._walk("data").position):
+            ways.insert(0, "data")
         found = next(filter(None, map(self._find, ways)), None)
         return None if found is None else Queued(found[1], False)
 
@@ -113,7 +116,9 @@ class TaskStream:
             if queued.task.task_id != task.task_id:
                 raise Inconsistency(f"{task.task_id}: {queued.task.task_id} is next")
             return
-        self._pass("synthetic" if task.origin == "synthetic" else "tasks", task)
+        beside: Way = "tasks" if self.source.beside is None else "data"
+        ways: dict[str, Way] = {"synthetic": "synthetic", "recorded": beside}
+        self._pass(ways.get(task.origin, "tasks"), task)
 
     def next_exploration(self) -> Task | None:
         """The task with which the next exploration begins, None if all are quarantined."""
@@ -204,9 +209,9 @@ class TaskStream:
         """
         if source.named != self.source.named:
             self._forget_numbered()
-        if source.train != self.source.train:
-            for way in ("tasks", "explore"):
-                walk, size = self._walk(way), source.train
+        for way in ("tasks", "explore", "data"):
+            walk, size = self._walk(way), _count_of(source, way)
+            if size != _count_of(self.source, way):
                 index = walk.position // size if size else 0
                 self.cursor.walks[way] = Walk(walk.position, index, index * size, size)
         self.source = source
@@ -225,7 +230,7 @@ class TaskStream:
         return self.cursor.walks.get(way, Walk()).on(self._count(way))
 
     def _count(self, way: Way) -> int:
-        return len(self.cursor.pool) if way == "synthetic" else self.source.train
+        return len(self.cursor.pool) if way == "synthetic" else _count_of(self.source, way)
 
     def _pass(self, way: Way, task: Task) -> None:
         found = self._find(way)
@@ -266,6 +271,8 @@ class TaskStream:
         if way == "synthetic":
             task = self.cursor.pool[number]
             task_id = task.task_id if task.env in self.source.envs else None
+        elif way == "data" and (rows := self.source.beside) is not None:
+            task_id = rows.task_id("train", number % rows.count("train"))
         else:
             task_id = self.source.task_id("train", number)
         return None if task_id in self.cursor.quarantined else task_id
@@ -278,6 +285,8 @@ class TaskStream:
         return chance >= 1 or uniform(self.seed, way, position) < chance
 
     def _task(self, way: Way, number: int) -> Task:
+        if way == "data" and (rows := self.source.beside) is not None:
+            return rows.task("train", number % rows.count("train"))
         return self.cursor.pool[number] if way == "synthetic" else self.source.task("train", number)
 
     def _order(self, way: Way, walk: Walk) -> np.ndarray:
@@ -288,3 +297,10 @@ class TaskStream:
             order = rng.permutation(walk.size)
             self._orders[way] = walk, order
         return order
+
+
+def _count_of(source: TaskSource, way: Way) -> int:
+    """Return the size of a source's set, 0 for an unbounded one."""
+    if way != "data":
+        return source.train
+    return 0 if source.beside is None else source.beside.count("train")

@@ -33,7 +33,8 @@ class TaskSource:
     `train`: number of distinct training tasks, 0 for an unbounded set. `evaluated`: split of the
     evaluations that have no set of their own. `mixture`: several environments instead of `env`.
     `given`: tasks of rows, `train` of them in the train split; `data`: rows to learn from, which
-    take the place of all training tasks. `greedy`: evaluations do not sample.
+    take the place of all training tasks; `beside`: rows that have a `share` of the groups beside
+    them. `greedy`: evaluations do not sample.
     `solved`, `failed`: the chance that a pass over a finite set, or over the pool, includes a task
     whose newest group succeeded, or failed, in all its members: such a group has no contrast.
     """
@@ -47,6 +48,8 @@ class TaskSource:
     mixture: tuple[MixturePart, ...] = ()
     given: GivenTasks | None = None
     data: DataTasks | GivenTasks | None = None
+    beside: DataTasks | None = None
+    share: float = 0.0
     greedy: bool = False
 
     @cached_property
@@ -87,6 +90,32 @@ class TaskSource:
         if (rows := self.rows(split)) is not None:
             return rows.task_id(split, number % rows.count(split))
         return f"{self.part(number).env}/{split}/{number}"
+
+    @property
+    def learnt(self) -> DataTasks | GivenTasks | None:
+        """The rows to learn from, None if there are none."""
+        return self.data if self.beside is None else self.beside
+
+    def is_row(self, number: int) -> bool:
+        """Return True if the training group of this number is of the rows beside the tasks.
+
+        Any run of numbers has nearly the requested share (a Weyl sequence).
+        """
+        return self.beside is not None and (number + 0.5) * GOLDEN % 1.0 < self.share
+
+    def members(self, task: Task, group_size: int) -> int:
+        """Return the number of members of a group: of an rl stage's rows as many as there are."""
+        rows = self.learnt
+        if task.origin != "recorded" or not isinstance(rows, DataTasks) or not rows.members:
+            return group_size
+        return rows.size(task)
+
+    def filled(self, task: Task, members: int) -> Task:
+        """Return a task as a ticket carries it, a group of rows with its rows."""
+        rows = self.learnt
+        if task.origin != "recorded" or not isinstance(rows, DataTasks) or not rows.members:
+            return task
+        return rows.filled(task, members)
 
     def rows(self, split: Split) -> DataTasks | GivenTasks | None:
         """Return the rows that a split's tasks are made of, None if they are numbered."""

@@ -54,12 +54,17 @@ def inert(config: Config, stage: StageConfig) -> dict[str, str]:
     rules = [_experience, _judge, _questioning, _endpoints, _tasks, _processes, _rollout, _safety]
     rules += [_loss, _schedule, _teacher]
     if kind == "rl":
-        why = "an rl stage trains on rollouts"
-        found |= {**dict(_below("data", why)), "eval.rows": why}
+        if not config.data.weight:
+            found |= dict(_but(_below("data", "data.weight=0: no group is rows"), "data.weight"))
+        elif config.data.path and config.data.weight == 1:
+            found |= dict(_of_played())
+        found |= dict.fromkeys(("data.validation", "eval.rows"), "an rl stage has evaluations")
         rules += [_of_kinds, _advantage, _correction]
     for rule in rules:
         for key, why in rule(config):
             found.setdefault(key, why)
+    if kind != "rl":
+        found.setdefault("data.weight", f"all groups of a {kind} stage with data are rows")
     for owner, names in OF_KINDS.items():
         if kind != owner:
             keys_of = (f"loss.{name}" for name in names)
@@ -317,6 +322,13 @@ def _teacher(config: Config) -> Inert:
 def _schedule(config: Config) -> Inert:
     if config.learner.decay == "none":
         yield from _named("learner", ("decay_start", "lr_final"), "learner.decay=none")
+
+
+def _of_played() -> Inert:
+    """Yield the keys that act on groups that the policy played."""
+    for section, names in OF_ROLLOUTS.items():
+        played = (name for name in names if name != "temperature")
+        yield from _named(section, (*played,), "data.weight=1: no episode is played")
 
 
 def _of_kinds(config: Config) -> Inert:

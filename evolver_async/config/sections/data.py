@@ -53,20 +53,24 @@ class TasksConfig:
 
 DATA_COLUMNS = (  # what a column of `data` can hold
     *("messages", "prompt", "completion", "chosen", "rejected", "label", "text", "tools"),
+    *("prompt_token_ids", "token_ids", "logprobs", "sequences", "reward"),
 )
 
 
 @dataclass
 class DataConfig:
-    """Rows that stages learn from without playing: demonstrations, preferences, texts. `data` of a
-    stage is short for `override.data`."""
+    """Rows that stages learn from without playing: demonstrations, preferences, texts, and in rl
+    stages trajectories of logs. `data` of a stage is short for `override.data`."""
 
     # as tasks.path: rows with messages, prompt and completion, prompt, chosen and rejected, prompt,
-    # completion and label, or text; or tasks of an environment with actions in `reference`
+    # completion and label, or text; or tasks of an environment with actions in `reference`; of an
+    # rl stage trajectories (token ids, log-probs, reward) or conversations
     path: RowsPath = ""
     # conversations that are measured and never learnt, as path; those of path that files or splits
     # name so belong to them, too
     validation: RowsPath = ""
+    # rl stages: the share of groups that are rows instead of episodes; 1 plays none, 0 has no rows
+    weight: Fraction = 0.0
     # names of the columns, where they differ: {prompt: question, completion: answer}
     columns: dict[str, str] = field(default_factory=dict)
     # turns of the assistant in messages that are learnt; a message with weight 0 never is

@@ -2,13 +2,14 @@
 
 import json
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
 from families import TABLE, TOOL, family_tokenizer
 
 from actors.formats.chat import TODAY, Chat
-from actors.scripted.recorded import ConversationRenderer
+from actors.scripted.recorded import ConversationRenderer, RowLeftOut
 from evolver_async.buffer.tasks.examples import examples_of
 from evolver_async.config import Config, DataConfig, PolicyConfig
 from evolver_async.schema import Role
@@ -90,3 +91,31 @@ def test_a_turn_is_what_the_policy_would_have_seen_and_written(name: str) -> Non
             assert (sequence.roles[begin : last + 1] == Role.ACTION).all()
         actions = sum(one.action_tokens for one in sequences)
         assert actions == sum(int((one.turns >= 0).sum()) for one in sequences)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({}, ""),
+        ({"token_ids": [10**6, 1]}, "beyond the vocabulary"),
+        ({"prompt_token_ids": [1] * 70}, "too long"),
+        ({"tokenizer": "another"}, "another tokenizer"),
+        ({"reward": 1e7}, "reward too large"),
+        ({"logprobs": [-1, 1]}, "not readable"),
+    ],
+)
+def test_a_trajectory_of_another_policy_is_left_out_by_its_reason(
+    tmp_path: Path, change: dict[str, Any], reason: str
+) -> None:
+    tokenizer = family_tokenizer(CALLING[0])
+    tokenizer.save_pretrained(tmp_path)
+    policy = PolicyConfig(path=str(tmp_path), max_length=64)
+    renderer = ConversationRenderer(Chat(tokenizer), Config(policy=policy))
+    row = {"prompt_token_ids": [1, 2], "token_ids": [3, 4], "logprobs": [-0.5, -1], "reward": 0.5}
+    if not reason:
+        (member,) = renderer.members(row | {"tokenizer": renderer.fingerprint}, "rl")
+        assert (member.policy, member.reward, member.turn_rewards) == ("logged", 0.5, [0.5])
+        return
+    with pytest.raises(RowLeftOut) as left_out:
+        renderer.members(row | change, "rl")
+    assert left_out.value.reason == reason

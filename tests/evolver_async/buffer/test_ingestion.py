@@ -8,6 +8,7 @@ import pytest
 
 from evolver_async.buffer.tasks.examples import examples_of
 from evolver_async.buffer.tasks.ingestion import ingest
+from evolver_async.buffer.tasks.logged import trajectory_of
 from evolver_async.buffer.tasks.rows import messages_of
 from evolver_async.cli import main
 from evolver_async.config import ConfigError
@@ -58,6 +59,36 @@ def test_each_file_holds_what_its_stage_learns(tmp_path: Path) -> None:
     assert endings == ["1", "2"] and pair["rejected_from"]["by"] == "u2"
     assert [(row["outcome"], row["answers"]) for row in tasks] == [(2 / 3, 3), (0, 1)]
     assert [messages_of(row["prompt"])[-1]["content"] for row in tasks] == ["a?", "c?"]
+
+
+def test_logs_that_know_their_tokens_become_trajectories_too(tmp_path: Path) -> None:
+    content = [{"token": "token_id:7", "logprob": -0.5}, {"token": "token_id:8", "logprob": -1}]
+    chat = {"prompt_token_ids": [1, 2], "choices": [{"logprobs": {"content": content}}]}
+    known = {"logprobs": {"token_logprobs": [-0.5]}, "token_ids": [9], "prompt_token_ids": [3]}
+    texts = [{"token": "a", "logprob": -0.5}]
+    plain = {"prompt_token_ids": [1], "token_ids": [7], "logprobs": [-0.5]}
+    rows = [
+        said("a?", "1", feedback="up", response=chat, user="u1"),
+        {"choices": [known], "reward": 0.25},
+        {"ids": [5], "token_ids": [6], "logprobs": [-1], "reward": 2, "tokenizer": "t"},
+        plain | {"prompt_token_ids": [1], "reward": 1, "logprobs": [0.5]},
+        said("b?", "2", feedback="up", choices=[{"logprobs": {"content": texts}}]),
+    ]
+    logs, out = written(tmp_path / "logs.jsonl", rows), tmp_path / "out"
+    found = ingest([logs], out, by="user", columns={"prompt_token_ids": "ids"})
+    assert found.written["trajectories"] == 3 and found.written["demonstrations"] == 2
+    assert [*found.last.values()] == [f"{logs}, line 4"]
+    made = read(out / "trajectories.jsonl")
+    tokens = ([1, 2], [7, 8], [-0.5, -1]), ([3], [9], [-0.5]), ([5], [6], [-1])
+    for row, (prompt, sampled, logprobs) in zip(made, tokens, strict=True):
+        (sequence,) = trajectory_of(row, {}).sequences
+        assert sequence.tokens.tolist() == [*prompt, *sampled]
+        assert sequence.logprobs.tolist() == [*[0] * len(prompt), *logprobs]
+    assert [row["reward"] for row in made] == [1, 0.25, 2]
+    assert made[0]["by"] == "u1" and made[2]["tokenizer"] == "t"
+    assert made[2]["source"] == f"{logs}, line 3"
+    ingest([written(tmp_path / "plain.jsonl", LOGS)], tmp_path / "none")
+    assert not (tmp_path / "none" / "trajectories.jsonl").exists()
 
 
 def test_a_file_that_is_missing_is_looked_for_nowhere_else(tmp_path: Path) -> None:
