@@ -94,7 +94,7 @@ def refreshes_nothing(config: Config, stage: StageConfig) -> str:
         return f"a {stage.kind} stage always starts with the current policy as its reference"
     if stage.kind in (*SUPERVISED, "reward_model"):
         return f"a stage of kind {stage.kind} reads no reference"
-    return "" if config.loss.kl_coef or config.experience.by_reference else "loss.kl_coef=0"
+    return "" if config.reads_reference else "loss.kl_coef=0"
 
 
 def named_sets(config: Config) -> list[str]:
