@@ -17,7 +17,7 @@ MODELS := models
 MODEL := $(MODELS)/SmolLM2-135M-Instruct
 ARGS ?=
 
-.PHONY: train model test test-model test-ray test-vllm test-frameworks faults soak lint bench recipes evidence resolve-gpu
+.PHONY: train gpu-kit model test test-model test-ray test-vllm test-frameworks faults soak lint bench recipes evidence resolve-gpu
 
 train: $(INSTALLED)
 	$(BIN)/evolver-async train configs/frozen_lake.yaml $(ARGS)
@@ -137,3 +137,7 @@ $(RESOLVER_INSTALLED):
 	$(PYTHON) -m venv $(RESOLVER)
 	$(RESOLVER)/bin/python -m pip install --quiet --disable-pip-version-check uv
 	touch $@
+
+# One folder for a GPU machine without a network: tests/gpu/kit/make.sh says how.
+gpu-kit:
+	tests/gpu/kit/make.sh $@

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from evolver_async.runs.results.loaded_run import load_run
 
 __all__ = ["Config", "load_run", "train"]
+__version__ = "0.1.0"
 
 _HOMES = {
     "Config": "evolver_async.config",

@@ -16,6 +16,7 @@ import signal
 from pathlib import Path
 from typing import TypeAlias
 
+from evolver_async import __version__
 from evolver_async.errors import TRAINING_ERROR, USER_ERROR, TrainingError, Unrecoverable
 from evolver_async.extension import find_modules
 from evolver_async.launch.registry import PROCESSES, resolve
@@ -76,7 +77,7 @@ def _parser() -> tuple[argparse.ArgumentParser, list[str]]:
         prog="evolver-async",
         description="Asynchronous actor-learner reinforcement learning for language-model agents.",
     )
-    parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
+    parser.add_argument("--version", action="version", version=f"evolver-async {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_recipes(commands)
     _add_process_options(
@@ -90,16 +91,6 @@ def _parser() -> tuple[argparse.ArgumentParser, list[str]]:
         if name != "actor":
             _add_process_options(_add(commands, name, "processes:role", None), name)
     return parser, public
-
-
-class _Version(argparse.Action):
-    """Option that reads the package's metadata only if it is asked for."""
-
-    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
-        from importlib.metadata import version
-
-        say(f"evolver-async {version('evolver_async')}")
-        parser.exit()
 
 
 def _add_recipes(commands: Commands) -> None:

@@ -5,6 +5,7 @@ A program reads the numbers below and no others; CHANGELOG.md says what each mea
 
 from pathlib import Path
 
+from evolver_async import __version__
 from evolver_async.files import parsed
 
 RUN = "run.json"  # of a run directory; it holds the number of the directory
@@ -15,20 +16,14 @@ JOURNAL_FORMAT = 3
 
 def numbered() -> dict[str, object]:
     """Return what `run.json` says of the format of the directory and of its program."""
-    return {"format": RUN_FORMAT, "version": _version()}
-
-
-def _version() -> str:
-    from importlib.metadata import version  # it imports `email`, which takes long
-
-    return version("evolver_async")
+    return {"format": RUN_FORMAT, "version": __version__}
 
 
 def foreign(what: object, found: object, own: int, writer: str = "") -> str:
     """Return the sentence for files of the format `found`, where this program reads `own`."""
     by = writer and f", written by evolver-async {writer}"
     return (
-        f"{what}: has format {found}{by}; this program, evolver-async {_version()},"
+        f"{what}: has format {found}{by}; this program, evolver-async {__version__},"
         f" reads format {own} (CHANGELOG.md says what the numbers mean): use the program that wrote"
         " it"
     )

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -59,3 +60,35 @@ def test_without_a_gpu_the_suite_says_so(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
     assert done.returncode == 77
     assert "there is no GPU" in done.stdout
+
+
+@pytest.mark.process
+def test_the_kit_measures_without_an_installation_of_ours(tmp_path: Path) -> None:
+    """The folder of `make gpu-kit` alone; what this Python has is not unpacked again."""
+    kit, version = tmp_path / "kit", "{}.{}".format(*sys.version_info)
+    environment = os.environ | {"PYTHON": sys.executable, "KIT_PYTHON": version}
+    command = [str(SUITE.with_name("kit") / "make.sh"), str(kit)]
+    made = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+    assert made.returncode == 0, made.stdout + made.stderr
+    wheels = {path.name.partition("-")[0] for path in (kit / "wheels").iterdir()}
+    assert {"pyzmq", "msgspec", "omegaconf", "gymnasium", "uvicorn"} <= wheels
+    assert sum(path.stat().st_size for path in kit.rglob("*") if path.is_file()) < 40 << 20
+    environment = environment | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": ""}
+    done = subprocess.run(
+        ["sh", str(kit / "c.sh"), str(tmp_path)],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=300,
+    )
+    assert done.returncode == 77, done.stdout + done.stderr
+    figures = map(json.loads, (tmp_path / "costs.jsonl").read_text().splitlines())
+    found = {one["name"]: one["value"] for one in figures}
+    assert {name for name in found if "MFU" in name} and min(found.values()) > 0
+
+
+def test_what_most_is_built_on_is_tested_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(SUITE.parent))
+    names = [Path(file).name for file in import_module("suite").files()]
+    assert names[:3] == ["test_packing_gpu.py", "test_step_gpu.py", "test_parity_gpu.py"]
+    assert names[-1] == "test_fsdp.py" and len(names) == len(set(names))

@@ -208,8 +208,10 @@ def update_metrics(applied: Applied, *, scaled: bool) -> dict[str, float]:
     """
     metrics = {"learner/lr": applied.lr, "learner/updates": float(len(applied.updates))}
     metrics["learner/token_budget"] = applied.token_budget
-    if applied.moved is not None:
-        metrics["offpolicy/kl_moved"] = applied.moved
+    if applied.taken_back is not None:
+        metrics["learner/taken_back"] = float(applied.taken_back)
+    if applied.led is not None and not applied.taken_back:
+        metrics["offpolicy/kl_moved"] = applied.led
     if applied.beyond is not None:
         metrics["offpolicy/kl_beyond"] = applied.beyond
     sums = Counter[str]()

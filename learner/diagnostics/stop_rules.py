@@ -162,7 +162,7 @@ class Guard:
         self.cut_steps = self.cut_steps + 1 if beyond is not None and outcome.updates <= 1 else 0
         if self.cut_steps == CUT_STEPS:
             text = (
-                f"{CUT_STEPS} steps in a row ended after one update; the data"
+                f"{CUT_STEPS} steps in a row ended after one update or none; the data"
                 f" had moved {beyond:.3g} nats a token, loss.target_kl is {stage.loss.target_kl:g}"
             )
             log.warning("take %d: %s", state.take, text)

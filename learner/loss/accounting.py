@@ -99,6 +99,11 @@ class Accounting:
         log_moved_N = self.column("log_moved")
         return kl_of(log_moved_N) if len(log_moved_N) else 0.0
 
+    def moved_since(self, before: "Accounting") -> float:
+        """Return the same from what was measured before on the same tokens, whatever their age."""
+        log_moved_N = self.column("log_moved") - before.column("log_moved")
+        return kl_of(log_moved_N) if len(log_moved_N) else 0.0
+
     def merge(self, other: "Accounting") -> None:
         """Add the tokens of another accounting."""
         self.tokens += other.tokens

@@ -105,6 +105,49 @@ def update(
     return [Update(applied, norm) for norm in norms]
 
 
+def with_gradient(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Return the weights that the next update moves."""
+    weights = (weight for group in optimizer.param_groups for weight in group["params"])
+    return [weight for weight in weights if weight.grad is not None]
+
+
+@torch.no_grad()
+def take_back(optimizer: torch.optim.Optimizer, moved: list[torch.Tensor], lr: float) -> None:
+    """Undo the last update of an AdamW, which moved the weights `moved` at `lr`, up to rounding.
+
+    The first moments become 0: the next update would go on in the direction that is taken back. The
+    second ones stay.
+    """
+    retrace(optimizer, moved, lr, back=True)
+    for weight in moved:
+        optimizer.state[weight]["exp_avg"].zero_()
+
+
+@torch.no_grad()
+def retrace(
+    optimizer: torch.optim.Optimizer, moved: list[torch.Tensor], lr: float, *, back: bool
+) -> None:
+    """Move the weights `moved` by the last update of an AdamW at `lr` back, or on again.
+
+    The moments tell how far each weight went, so no copy of the weights is needed. It is exact up
+    to rounding.
+    """
+    wanted = set(moved)
+    for group in optimizer.param_groups:
+        beta_1, beta_2 = group["betas"]
+        for weight in group["params"]:
+            if weight not in wanted:
+                continue
+            state = optimizer.state[weight]
+            step, first, second = float(state["step"]), state["exp_avg"], state["exp_avg_sq"]
+            scale = (second / (1 - beta_2**step)).sqrt_().add_(group["eps"])
+            size, decayed = lr / (1 - beta_1**step), 1 - lr * group["weight_decay"]
+            if back:
+                weight.addcdiv_(first, scale, value=size).div_(decayed)
+            else:
+                weight.mul_(decayed).addcdiv_(first, scale, value=-size)
+
+
 def clear(moves: Sequence[tuple[torch.optim.Optimizer, float]]) -> None:
     """Clear the gradients of each optimizer's weights."""
     for optimizer, _ in moves:

@@ -9,7 +9,8 @@ from learner.data.packing import Layout
 from learner.loss.accounting import Accounting
 from learner.optimize.critic import Critic, CriticTraining
 from learner.optimize.reward_model import RewardModel
-from learner.optimize.step_passes import MicroLoss, StepPasses, Taught
+from learner.optimize.step_passes import MicroLoss, StepPasses
+from learner.optimize.teaching import Teaching
 
 
 class RewardPasses(StepPasses):
@@ -43,7 +44,8 @@ class RewardPasses(StepPasses):
         loss: MicroLoss,
         accounting: Accounting,
         critic: CriticTraining | None,
-        taught: Taught | None,
+        teaching: Teaching | None,
+        known: torch.Tensor | None,
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         score_K = self.reward_model(micro.tokens_BT, micro.borders, micro.read_K)
         score_B = score_K.index_select(0, micro.end_B)

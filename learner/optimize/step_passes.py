@@ -18,7 +18,7 @@ from learner.loss.accounting import Accounting
 from learner.optimize.critic import Critic, CriticTraining
 from learner.optimize.distillation import Distillation, compared, from_hidden
 from learner.optimize.model import Models
-from learner.optimize.teaching import Teaching
+from learner.optimize.teaching import StudentPass, Teaching
 from learner.optimize.token_budget import measured
 from learner.ranks.mesh import nothing, within
 
@@ -30,7 +30,6 @@ MicroLoss = Callable[
     [torch.Tensor, torch.Tensor, MicroBatch, Minibatch, Accounting],
     tuple[torch.Tensor, dict[str, torch.Tensor]],
 ]
-Taught = Callable[..., tuple[torch.Tensor, dict[str, torch.Tensor]]]
 
 
 class StepPasses:
@@ -96,6 +95,19 @@ class StepPasses:
             _add(terms_of, terms)
         return total, terms_of
 
+    @torch.no_grad()
+    def measure(
+        self, stage: Config, minibatch: Minibatch, loss: MicroLoss, critic: Critic | None
+    ) -> Accounting:
+        """Return the measured tokens of a minibatch, of all ranks, for the weights as they are.
+
+        `critic`: that of the gradients before, whose token budget is measured by now.
+        """
+        accounting, limit = Accounting(), self.token_budget(stage, critic)
+        for _ in self._forward(stage, minibatch, loss, accounting, None, limit):
+            pass
+        return self.collected(accounting)
+
     def _forward(
         self,
         stage: Config,
@@ -117,8 +129,7 @@ class StepPasses:
             with self.timers("forward"):
                 compute = partial(self._idle, critic, layout != "padded")
                 if micro is not None:
-                    taught = teaching and partial(teaching, known=known)
-                    given = stage, micro, minibatch, loss, accounting, critic, taught
+                    given = stage, micro, minibatch, loss, accounting, critic, teaching, known
                     compute = partial(self._loss, *given)
                 found = within(self.model, compute)
             yield found
@@ -205,10 +216,11 @@ class StepPasses:
         loss: MicroLoss,
         accounting: Accounting,
         critic: CriticTraining | None,
-        taught: Taught | None,
+        teaching: Teaching | None,
+        known: torch.Tensor | None,
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Return the loss of a micro-batch with gradient, the critic's and `taught`, that of the
-        teacher, included; its terms."""
+        """Return the loss of a micro-batch with gradient, the critic's and the teacher's included;
+        its terms. known: what the teacher read before."""
         with torch.set_grad_enabled(_moves(critic)):
             hidden_KD = policy.hidden_states(
                 self.models.model, micro.tokens_BT, micro.borders, micro.read_K
@@ -219,9 +231,10 @@ class StepPasses:
             value, terms = loss(theta_N, entropy_N, micro, minibatch, accounting)
             if stage.experience.internalise == "distill":
                 value = stage.experience.loss_coef * value
-            if taught is not None:
+            if teaching is not None:
                 hidden_ND = hidden_KD.index_select(0, micro.source_N)
-                more, found = taught(self.models.model, hidden_ND, theta_N, micro, minibatch)
+                student = StudentPass(self.models.model, hidden_ND, theta_N, micro, known)
+                more, found = teaching(student, minibatch)
                 value, terms = stage.teacher.loss_coef * value + more, terms | found
         if critic is None:
             return value, terms

@@ -7,7 +7,7 @@ text (a directory with another tokenizer). Formulas: docs/algorithms.md, Teacher
 
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -30,28 +30,35 @@ from learner.ranks.mesh import Ranks, idle, within
 TEACHER_KL, TEACHER_TOKENS = "teacher/kl", "teacher/tokens"
 
 
-class Known(Protocol):
+class StudentPass(NamedTuple):
+    """Pass of the policy over a micro-batch: hidden states behind which ACTION tokens are
+    predicted, their log-probs, and what the teacher's `read` computed."""
+
+    model: torch.nn.Module
+    hidden_ND: torch.Tensor
+    theta_N: torch.Tensor
+    micro: MicroBatch
+    known: torch.Tensor | None
+
+
+Compared = tuple[torch.Tensor, torch.Tensor, int]
+
+
+class Known:
     """Knowledge of a teacher about the tokens of a step."""
 
     def read(self, micro: MicroBatch | None) -> torch.Tensor | None:
         """Compute what a micro-batch needs before the student's pass; all ranks call it."""
-        ...
+        return None
 
-    def compare(
-        self,
-        model: torch.nn.Module,
-        hidden_ND: torch.Tensor,
-        theta_N: torch.Tensor,
-        micro: MicroBatch,
-        known: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor, int]:
+    def compare(self, student: StudentPass) -> Compared:
         """Return the loss of each ACTION token, its divergence, and the number of tokens that the
         teacher knows."""
-        ...
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
-class Vocabulary:
+class Vocabulary(Known):
     """The whole vocabulary, by a pass of the teacher over each micro-batch."""
 
     settings: TeacherConfig
@@ -67,24 +74,17 @@ class Vocabulary:
         rows = micro.tokens_BT, micro.borders, micro.read_K
         return within(model, partial(policy.hidden_states, model, *rows))[micro.source_N]
 
-    def compare(
-        self,
-        model: torch.nn.Module,
-        hidden_ND: torch.Tensor,
-        theta_N: torch.Tensor,
-        micro: MicroBatch,
-        known: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor, int]:
-        assert known is not None
+    def compare(self, student: StudentPass) -> Compared:
+        assert student.known is not None
         heat, kind, beta = self.settings.temperature, self.settings.divergence, self.settings.beta
         compare = partial(from_hidden, self.teacher.head, heat, kind, beta)
-        masks_N = micro.masks_N
-        found_N = compared(model, hidden_ND, [known], masks_N, heat, self.chunk, compare)
+        given = [student.known], student.micro.masks_N, heat, self.chunk, compare
+        found_N = compared(student.model, student.hidden_ND, *given)
         return found_N, found_N.detach(), len(found_N)
 
 
 @dataclass(frozen=True)
-class Likeliest:
+class Likeliest(Known):
     """The likeliest tokens before each ACTION token, int64[N, K], and their log-probs."""
 
     settings: TeacherConfig
@@ -92,17 +92,7 @@ class Likeliest:
     token_NK: Array
     logp_NK: Array
 
-    def read(self, micro: MicroBatch | None) -> torch.Tensor | None:
-        return None
-
-    def compare(
-        self,
-        model: torch.nn.Module,
-        hidden_ND: torch.Tensor,
-        theta_N: torch.Tensor,
-        micro: MicroBatch,
-        known: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor, int]:
+    def compare(self, student: StudentPass) -> Compared:
         def compare(
             logits_NV: torch.Tensor,
             masks: TokenMasks | None,
@@ -113,31 +103,22 @@ class Likeliest:
             settings = self.settings
             return divergence(with_rest(log_p_NK), log_q_NK, settings.divergence, settings.beta)
 
-        given = [micro.of(self.token_NK), micro.of(self.logp_NK)]
+        listed_NK = [student.micro.of(self.token_NK), student.micro.of(self.logp_NK)]
         # The endpoint knows nothing of grammars: both are compared without.
-        found_N = compared(model, hidden_ND, given, None, 1.0, self.chunk, compare)
+        given = listed_NK, None, 1.0, self.chunk, compare
+        found_N = compared(student.model, student.hidden_ND, *given)
         return found_N, found_N.detach(), len(found_N)
 
 
 @dataclass(frozen=True)
-class Chunks:
+class Chunks(Known):
     """The log-probs of chunks of text; chunk_N: those of our ACTION tokens, -1 without one."""
 
     chunk_N: Array
     logp_C: Array
 
-    def read(self, micro: MicroBatch | None) -> torch.Tensor | None:
-        return None
-
-    def compare(
-        self,
-        model: torch.nn.Module,
-        hidden_ND: torch.Tensor,
-        theta_N: torch.Tensor,
-        micro: MicroBatch,
-        known: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor, int]:
-        chunk_N = micro.of(self.chunk_N)
+    def compare(self, student: StudentPass) -> Compared:
+        theta_N, chunk_N = student.theta_N, student.micro.of(self.chunk_N)
         teacher_C = torch.from_numpy(self.logp_C).to(theta_N.device)
         gap_M, first_M = chunk_gaps(theta_N, chunk_N, teacher_C)
         none_N = torch.zeros_like(theta_N)
@@ -155,23 +136,14 @@ class Teaching:
     known: Known
 
     def __call__(
-        self,
-        model: torch.nn.Module,
-        hidden_ND: torch.Tensor,
-        theta_N: torch.Tensor,
-        micro: MicroBatch,
-        minibatch: Minibatch,
-        known: torch.Tensor | None,
+        self, student: StudentPass, minibatch: Minibatch
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Return the loss of a micro-batch and its terms.
-
-        hidden_ND: the student's, behind which the ACTION tokens are predicted; known: by
-        `Known.read`. `TEACHER_KL` is a sum over tokens, `TEACHER_TOKENS` their number.
-        """
-        loss_N, found_N, tokens = self.known.compare(model, hidden_ND, theta_N, micro, known)
+        """Return the loss of a micro-batch and its terms: `TEACHER_KL` is a sum over tokens,
+        `TEACHER_TOKENS` their number."""
+        loss_N, found_N, tokens = self.known.compare(student)
         scale_N = token_scale(
             self.aggregation,
-            micro.length_N,
+            student.micro.length_N,
             tokens=minibatch.tokens,
             trajectories=minibatch.trajectories,
             norm_tokens=self.norm_tokens,

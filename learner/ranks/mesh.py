@@ -279,11 +279,24 @@ def within(model: torch.nn.Module, compute: Callable[[], T]) -> T:
     if not isinstance(model, FSDPModule):
         return compute()
     found = getattr(model, "within")(compute)  # noqa: B009
-    if not torch.is_grad_enabled() and hasattr(model, "reset_iter_state"):  # not in torch 2.11
+    if not torch.is_grad_enabled():
         # With gradients the backward pass drops weights outside of the layers, and FSDP2's records
         # of forward passes, which otherwise grow without end.
-        model.reset_iter_state()
+        _forget_passes(model)
     return found
+
+
+def _forget_passes(model: FSDPModule) -> None:
+    """Shard the weights again, and forget the forward passes of this iteration."""
+    if hasattr(model, "reset_iter_state"):
+        model.reset_iter_state()
+        return
+    root = getattr(model, "_get_fsdp_state")()  # noqa: B009 -- torch 2.11, which has no such call
+    root._comm_ctx.post_forward_order.clear()
+    for state in root._state_ctx.all_states:
+        if (group := state._fsdp_param_group) is not None:
+            group.reshard()
+            group._post_forward_indices.clear()
 
 
 def idle(model: torch.nn.Module, device: torch.device, *, packed: bool) -> None:

@@ -20,6 +20,7 @@ import pytest
 import yaml
 from kubernetes_validate.utils import ValidationError, all_versions, validate
 
+from evolver_async import __version__
 from evolver_async.cli import _parser
 from evolver_async.commands.recipes import recipe_path
 from evolver_async.config import Config
@@ -393,4 +394,4 @@ def test_the_image_holds_the_package_and_the_user_of_the_pods() -> None:
     for kind in ("StatefulSet", "Deployment"):
         security = pod(kind)["securityContext"]
         assert f"USER {security['runAsUser']}:{security['runAsGroup']}\n" in text
-    assert f":{project['version']} ." in text
+    assert f":{__version__} ." in text

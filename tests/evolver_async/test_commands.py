@@ -2,11 +2,11 @@
 
 import json
 import os
-from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 
+from evolver_async import __version__
 from evolver_async.checkpoint.checkpoints import save
 from evolver_async.cli import main
 from evolver_async.commands.recipes import recipe_path
@@ -42,7 +42,7 @@ def test_the_version_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["--version"])
     assert ended.value.code == 0
-    assert capsys.readouterr().out == f"evolver-async {version('evolver_async')}\n"
+    assert capsys.readouterr().out == f"evolver-async {__version__}\n"
 
 
 def test_help_lists_what_people_use_alone(capsys: pytest.CaptureFixture[str]) -> None:
@@ -399,7 +399,9 @@ def test_recipes_are_listed_with_one_line_each(capsys: pytest.CaptureFixture[str
     *lines, _, where, studies = capsys.readouterr().out.splitlines()
     files = {*(ROOT / "configs").rglob("*.yaml")} - {*(ROOT / "configs/studies").iterdir()}
     assert len(lines) == len(files)
-    assert "evolver-async study NAME: correction, early_experience, evidence, kv, lag," in studies
+    assert (
+        "evolver-async study NAME: cold_start, correction, early_experience, evidence," in studies
+    )
     assert all(line.split()[1:] and line.endswith((".", "…")) for line in lines)
     assert str(ROOT / "configs") in where
 

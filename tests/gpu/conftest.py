@@ -3,6 +3,7 @@
 A test that takes `device` runs twice, in small on the CPU and whole on the GPU: the same body.
 """
 
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -43,8 +44,9 @@ def figure(request: pytest.FixtureRequest) -> Figure:
     def keep(name: str, value: float, unit: str) -> None:
         request.config.stash[FIGURES].append((kind, name, value, unit))
         if FOLDER in os.environ:
-            with open(Path(os.environ[FOLDER]) / "figures.tsv", "a", encoding="utf-8") as out:
-                out.write(f"{request.node.nodeid}\t{name}\t{value:.6g}\t{unit}\n")
+            line = {"name": f"{name} ({request.node.nodeid})", "value": value, "unit": unit}
+            with open(Path(os.environ[FOLDER]) / "figures.jsonl", "a", encoding="utf-8") as out:
+                out.write(json.dumps(line) + "\n")
 
     return keep
 

@@ -23,7 +23,7 @@ import sys
 
 needed = "torch transformers tokenizers safetensors zmq msgpack msgspec numpy omegaconf rich psutil"
 missing = []
-for name in (*needed.split(), "gymnasium", "pytest", "hypothesis"):
+for name in (*needed.split(), "gymnasium", "uvicorn", "httptools", "pytest", "hypothesis"):
     try:
         importlib.import_module(name)
     except ImportError as error:

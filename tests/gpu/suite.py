@@ -3,7 +3,7 @@
 Each file is a process of its own with an exit code. A test that takes longer than TEST_S ends its
 process; the rest of its file goes on in a new one. What is known so far is in FOLDER at any time:
 `codes.tsv` (exit code by file), `tests.jsonl` (every test with outcome, seconds and reason),
-`figures.tsv` (what was measured), `stacks.txt` (where a test was that took too long).
+`figures.jsonl` (what was measured), `stacks.txt` (where a test was that took too long).
 
 The functions called `pytest_…` run in those processes: this module is their plugin.
 """
@@ -28,6 +28,9 @@ TEST_S = float(os.environ.get("TEST_S", "90"))
 LIMIT_S = float(os.environ.get("LIMIT_S", "560"))  # of all files together
 STALLED = "took too long"
 ENDED = (0, 1, 5)  # all passed, some failed, none chosen
+# What most is built on comes first; FSDP last, which can hang where NCCL does.
+FIRST = ("packing", "step", "parity", "cuda_ipc", "groups", "lora", "limits")
+LAST = "test_fsdp.py"
 
 
 def note(file: str, line: str) -> None:
@@ -62,12 +65,18 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 
 def files() -> list[str]:
-    """Every file with a test that needs a GPU."""
+    """Every file with a test that needs a GPU, in the order in which they run."""
     elsewhere = ("faults", "vllm")
     tests = ROOT / "tests"
     found = [p for p in tests.rglob("test_*.py") if p.relative_to(tests).parts[0] not in elsewhere]
     marked = [path for path in found if "mark.gpu" in path.read_text() or path.parent == HERE]
-    return sorted(str(path.relative_to(ROOT)) for path in marked)
+
+    def place(path: Path) -> tuple[bool, int]:
+        kind = path.stem.removeprefix("test_").removesuffix("_gpu")
+        of_suite = path.parent == HERE and kind in FIRST
+        return path.name == LAST, FIRST.index(kind) if of_suite else len(FIRST)
+
+    return [str(path.relative_to(ROOT)) for path in sorted(sorted(marked), key=place)]
 
 
 def run_file(file: str, options: list[str], folder: Path, until: float) -> int:
@@ -98,7 +107,7 @@ def main(folder: Path, arguments: list[str]) -> int:
     """0 where every file ended with 0 or 5, 124 where time ran out, else 1."""
     folder = folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
-    for name in ("codes.tsv", "tests.jsonl", "figures.tsv", "stacks.txt"):
+    for name in ("codes.tsv", "tests.jsonl", "figures.jsonl", "stacks.txt"):
         (folder / name).unlink(missing_ok=True)
     os.environ[FOLDER] = str(folder)
     paths = [

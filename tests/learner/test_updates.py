@@ -30,6 +30,7 @@ from evolver_async.schema import (
 )
 from learner.advantage.group_relative import EstimatorInput
 from learner.advantage.shaped_rewards import Rewards
+from learner.loss.accounting import Accounting
 from learner.loss.correction import ActionTokens, Corrected, correction, decoupled, vcpo
 from learner.optimize import updates as under_test
 from learner.optimize.tensors import load_optimizer, save_tensors
@@ -243,6 +244,23 @@ def test_data_beyond_the_target_kl_end_a_step_after_its_first_update(tiny, tmp_p
     assert not same(weights[0].model, weights[1].model)
 
 
+def test_a_first_update_that_moves_the_data_of_the_next_beyond_the_target_kl_is_taken_back(
+    tiny, tmp_path
+):
+    settings = config(tiny, [StageConfig(kind="rl", steps=1)], minibatches=2)
+    settings.loss.target_kl = 1e-9
+    made, before = updater(settings, tmp_path), updater(settings, tmp_path)
+    outcome = made.step(
+        "rl", stage_config(settings, 0), groups(4), LearnerState(lineage=1), FORKS, 1
+    )
+    assert outcome.updates == 0 == len(outcome.trained)
+    assert len(outcome.filtered["target_kl"]) == 4
+    assert outcome.metrics["learner/taken_back"] == 1
+    assert outcome.metrics["offpolicy/kl_beyond"] > 1e-9
+    for one, other in zip(made.model.parameters(), before.model.parameters(), strict=True):
+        torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-5)
+
+
 def test_an_update_that_is_not_finite_is_one_however_far_its_data_are(tiny, tmp_path, monkeypatch):
     settings = config(tiny, [StageConfig(kind="rl", steps=1)], minibatches=2)
     settings.loss.target_kl = 1e-9
@@ -256,6 +274,26 @@ def test_an_update_that_is_not_finite_is_one_however_far_its_data_are(tiny, tmp_
     assert state.bad_steps == 1 and outcome.filtered.keys() == {"non_finite"}
 
 
+def test_an_update_that_breaks_the_policy_is_taken_back_though_the_next_one_is_not_finite(
+    tiny, tmp_path, monkeypatch
+):
+    settings = config(tiny, [StageConfig(kind="rl", steps=1)], minibatches=2)
+    settings.loss.target_kl = 0.2
+    begin, made = updater(settings, tmp_path).model, updater(settings, tmp_path)
+    gradients, losses = made.stepper.passes.gradients, iter((1.0, math.nan))
+    monkeypatch.setattr(
+        made.stepper.passes, "gradients", lambda *given: (next(losses), gradients(*given)[1])
+    )
+    told = iter((0.1, 0.1, math.nan))
+    monkeypatch.setattr(under_test.Accounting, "moved", lambda _: next(told))
+    state = LearnerState(lineage=1)
+    outcome = made.step("rl", stage_config(settings, 0), groups(4), state, FORKS, 1)
+    assert outcome.metrics["learner/taken_back"] == 1 and outcome.updates == 0
+    assert len(outcome.filtered["non_finite"]) == 4 and state.bad_steps == 1
+    for left, right in zip(made.model.parameters(), begin.parameters(), strict=True):
+        torch.testing.assert_close(left, right, rtol=1e-6, atol=1e-6)
+
+
 def test_a_step_without_a_finite_advantage_is_counted_under_a_target_kl_too(tiny, tmp_path):
     settings = config(tiny, [StageConfig(kind="rl", steps=1)], minibatches=2)
     settings.loss.target_kl = 0.2
@@ -265,7 +303,38 @@ def test_a_step_without_a_finite_advantage_is_counted_under_a_target_kl_too(tiny
     outcome = updater(settings, tmp_path).step(
         "rl", stage_config(settings, 0), taken, state, FORKS, 1
     )
-    assert state.bad_steps == 1 and outcome.updates == 0
+    assert state.bad_steps == 1 and outcome.updates == 0 == outcome.metrics["learner/taken_back"]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_update_that_moves_the_policy_beyond_the_target_kl_is_taken_back(
+    tiny, tmp_path, monkeypatch, dtype
+):
+    """What comes before it stays; its groups are left out like those after it."""
+    outcomes, models = [], []
+    # beyond the bound from the beginning: one update, which is not taken back
+    for kls in ((0.3, 0.3), (0.1, 0.1, 0.5, 0.4)):
+        settings = config(tiny, [StageConfig(kind="rl", steps=1)], minibatches=4)
+        settings.policy.dtype, settings.loss.target_kl = dtype, 0.2
+        settings.correction.anchor = "interpolate"
+        made, told = updater(settings, tmp_path), iter(kls)
+        monkeypatch.setattr(under_test.Accounting, "moved", lambda _, told=told: next(told))
+        outcomes.append(
+            made.step("rl", stage_config(settings, 0), groups(4), LearnerState(lineage=1), FORKS, 1)
+        )
+        assert next(told, None) is None
+        models.append(made)
+    one, cut = outcomes
+    assert one.metrics["learner/taken_back"] == 0 and cut.metrics["learner/taken_back"] == 1
+    assert one.metrics["offpolicy/kl_beyond"] == 0.3 and cut.metrics["offpolicy/kl_beyond"] == 0.5
+    assert one.updates == cut.updates == 1
+    assert cut.trained == one.trained and cut.filtered == one.filtered
+    assert cut.metrics["loss/policy"] == one.metrics["loss/policy"]
+    assert cut.metrics["offpolicy/tokens"] == one.metrics["offpolicy/tokens"]
+    for left, right in zip(*(made.model.parameters() for made in models), strict=True):
+        # bfloat16 rounds the masters, which differ by their own rounding
+        tolerance = 1e-6 if dtype == "float32" else 1e-2
+        torch.testing.assert_close(left, right, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize(
@@ -284,7 +353,126 @@ def test_a_bound_on_the_movement_counts_the_age_of_data_only_without_a_computed_
     )
     age, moved = outcome.metrics["offpolicy/kl"], outcome.metrics["offpolicy/kl_moved"]
     assert age > 0.01
-    assert moved == pytest.approx(age, rel=1e-2) if counts_age else abs(moved) < 1e-6
+    assert moved == pytest.approx(age, rel=1e-2) if counts_age else 0 < moved < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("anchor", "kls", "updates"),
+    [("interpolate", (0.1, 0.1, 0.5, 0.15), 2), ("recompute", (0.1, 0.1, 0.5), 1)],
+)
+def test_an_update_before_other_data_that_are_beyond_the_bound_stays_if_these_can_be_old(
+    tiny, tmp_path, monkeypatch, anchor, kls, updates
+):
+    settings = config(tiny, [StageConfig(kind="rl", steps=1)], minibatches=4)
+    settings.loss.target_kl, settings.correction.anchor = 0.2, anchor
+    made, told = updater(settings, tmp_path), iter(kls)
+    monkeypatch.setattr(under_test.Accounting, "moved", lambda _: next(told))
+    outcome = made.step(
+        "rl", stage_config(settings, 0), groups(4), LearnerState(lineage=1), FORKS, 1
+    )
+    assert next(told, None) is None
+    assert outcome.updates == updates == len(outcome.trained)
+    assert len(outcome.filtered["target_kl"]) == 4 - updates
+    assert outcome.metrics["learner/taken_back"] == 2 - updates
+    assert outcome.metrics["offpolicy/kl_beyond"] == 0.5
+
+
+@pytest.mark.parametrize(("lr", "alone", "updates"), [(1e-6, False, 2), (0.3, True, 1)])
+def test_an_update_that_moves_old_data_beyond_the_bound_by_itself_is_taken_back(
+    tiny, tmp_path, monkeypatch, lr, alone, updates
+):
+    """Data of a later update count by what the last update moved them, not by their age."""
+    settings = config(tiny, [StageConfig(kind="rl", steps=1)], minibatches=4)
+    settings.loss.target_kl, settings.correction.anchor = 0.2, "interpolate"
+    settings.learner.lr = lr
+    made, told, led = updater(settings, tmp_path), iter((0.1, 0.1, 0.5, 0.15)), list[float]()
+    monkeypatch.setattr(under_test.Accounting, "moved", lambda _: next(told))
+    since = Accounting.moved_since
+
+    def moved_since(after: Accounting, before: Accounting) -> float:
+        led.append(since(after, before))
+        return led[-1]
+
+    monkeypatch.setattr(under_test.Accounting, "moved_since", moved_since)
+    kept = []
+    retrace = under_test.retrace
+
+    def traced(*given: Any, back: bool) -> None:
+        kept.append([weight.detach().clone() for weight in made.model.parameters()])
+        retrace(*given, back=back)
+
+    monkeypatch.setattr(under_test, "retrace", traced)
+    outcome = made.step(
+        "rl", stage_config(settings, 0), groups(4), LearnerState(lineage=1), FORKS, 1
+    )
+    assert (led[0] > 0.2) == alone and led[0] > 0
+    assert outcome.updates == updates == len(outcome.trained)
+    assert outcome.metrics["learner/taken_back"] == 2 - updates
+    before = kept[1] if alone else kept[0]  # the last update's weights without it, or with it
+    for left, right in zip(made.model.parameters(), before, strict=True):
+        torch.testing.assert_close(left, right, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("minibatches", [1, 2])
+@pytest.mark.parametrize(("lr", "stays"), [(1e-6, True), (0.5, False)])
+def test_an_update_on_data_beyond_the_bound_by_their_age_counts_by_what_it_moves_them(
+    tiny, tmp_path, monkeypatch, minibatches, lr, stays
+):
+    """No version is published that it has moved too far, and one pass measures each movement."""
+    settings = config(tiny, [StageConfig(kind="rl", steps=1)], minibatches=minibatches)
+    settings.loss.target_kl, settings.correction.kind, settings.learner.lr = 0.2, "cispo", lr
+    begin, made, data = updater(settings, tmp_path).model, updater(settings, tmp_path), groups(4)
+    for group in data:
+        group.trajectories[0].sequences[0].logprobs[1:] = -0.01  # of a policy that was sure
+    measure, passes = made.stepper.passes.measure, []
+
+    def measured(*given: Any, **more: Any) -> Accounting:
+        passes.append(given)
+        return measure(*given, **more)
+
+    monkeypatch.setattr(made.stepper.passes, "measure", measured)
+    found = made.step("rl", stage_config(settings, 0), data, LearnerState(lineage=1), FORKS, 1)
+    assert found.updates == stays and found.metrics["learner/taken_back"] == 1 - stays
+    assert len(passes) == (minibatches if stays else 1)
+    if stays:
+        assert found.metrics["offpolicy/kl"] > 1
+        assert 0 <= found.metrics["offpolicy/kl_moved"] < 1e-6
+        return
+    assert found.metrics["offpolicy/kl_beyond"] > 1
+    for one, other in zip(made.model.parameters(), begin.parameters(), strict=True):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("minibatches", "after"), [(1, 0.5), (2, 0.5), (1, math.nan)])
+def test_the_last_update_of_a_step_is_taken_back_by_its_own_data(
+    tiny, tmp_path, monkeypatch, minibatches, after
+):
+    """A policy whose only update is taken back is where it was: no version is published."""
+    settings = config(tiny, [StageConfig(kind="rl", steps=1)], minibatches=minibatches)
+    settings.loss.target_kl = 0.2
+    begin, made = updater(settings, tmp_path).model, updater(settings, tmp_path)
+    told, measured = iter([*[0.1] * minibatches, after]), []
+
+    def moved_by(found: Accounting) -> float:
+        measured.append(found.column("log_moved"))
+        return next(told)
+
+    monkeypatch.setattr(under_test.Accounting, "moved", moved_by)
+    outcome = made.step(
+        "rl", stage_config(settings, 0), groups(2), LearnerState(lineage=1), FORKS, 1
+    )
+    assert next(told, None) is None
+    assert not outcome.metrics["offpolicy/kl_beyond"] <= 0.2
+    assert outcome.metrics["learner/taken_back"] == 1
+    assert outcome.updates == minibatches - 1 == len(outcome.trained)
+    assert len(outcome.filtered["target_kl"]) == 2 // minibatches
+    before, after = measured[-2:]
+    assert len(before) == len(after) and not np.allclose(before, after), "of the moved policy"
+    moved = [
+        float((left - right).detach().abs().max())
+        for left, right in zip(made.model.parameters(), begin.parameters(), strict=True)
+    ]
+    assert max(moved) < 1e-6 if minibatches == 1 else max(moved) > 1e-4
 
 
 def test_a_target_kl_beyond_the_data_changes_nothing(tiny, tmp_path):

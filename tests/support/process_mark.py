@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 
 STARTS = frozenset(("subprocess.Popen", "os.posix_spawn"))  # others ask the system, as uname does
-WHOLE_RUNS = {"faults", "gpu", "model", "ray", "system", "vllm"}
+TESTS = Path(__file__).parents[1]
+WHOLE_RUNS = {"faults", "gpu", "model", "ray", "system", "vllm"}  # folders of TESTS
 started: list[str] = []
 
 
@@ -44,7 +45,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """
     longest_s: dict[Path, float] = {}  # of the tests in a file that are not done in a moment
     for item in items:
-        if WHOLE_RUNS & set(item.path.parts):
+        if item.path.is_relative_to(TESTS) and item.path.relative_to(TESTS).parts[0] in WHOLE_RUNS:
             item.add_marker("process")
         if limit := item.get_closest_marker("time_limit"):
             longest_s[item.path] = max(float(limit.args[0]), longest_s.get(item.path, 0.0))

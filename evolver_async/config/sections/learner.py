@@ -165,7 +165,7 @@ class LossConfig:
     dual_clip: Annotated[float, Range(ge=1, infinite=True)] = 3.0
     # how far the updates of a step may move the policy, as KL in nats per token over the data of an
     # update, from the anchor if correction.anchor=recompute, else from what the data is corrected
-    # from. Data beyond it end their step
+    # from. Data beyond it end their step, and the update that led data there is taken back
     target_kl: PositiveOrInfinite = math.inf
     aggregation: Literal["token_mean", "sequence_mean", "sequence_sum_norm"] = "token_mean"
     norm_tokens: Count = 1024  # sequence_sum_norm: the constant length

@@ -27,7 +27,7 @@ from evolver_async.model.cpu.products import (
 )
 from evolver_async.model.rows.borders import Borders
 from evolver_async.schema import WeightId
-from learner.optimize.adamw import make_adamw
+from learner.optimize.adamw import make_adamw, take_back, with_gradient
 from learner.tools import prepare
 from tests.support.small_models import SHAPE, TOKENIZER
 
@@ -174,11 +174,14 @@ def test_every_change_of_a_weight_reaches_its_rounded_copy(tmp_path: Path) -> No
     (-logprobs(model, tokens_1T, packed=True).sum()).backward()
     for group in optimizer.param_groups:
         group["lr"] = 0.01
+    moved = with_gradient(optimizer)
     optimizer.step()
     assert follows()
     assert not any(
         torch.equal(rounded(one.weight), old) for one, old in zip(linears, before, strict=True)
     )
+    take_back(optimizer, moved, 0.01)
+    assert follows()
     policy.load_state(model, {k: 2 * v for k, v in policy.state_tensors(model).items()})
     assert follows()
 

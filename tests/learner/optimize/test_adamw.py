@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from evolver_async.config import LearnerConfig
 from evolver_async.config.sections import learner
-from learner.optimize.adamw import make_adamw, update
+from learner.optimize.adamw import make_adamw, retrace, take_back, update, with_gradient
 
 SCHEDULE: dict[str, Any] = {
     "lr": 1.0,
@@ -151,3 +151,36 @@ def test_of_several_optimizers_all_move_or_none(bad):
     assert not any(done.applied for done in update(moves, loss=0.0, grad_clip=0.1))
     for (model, _), weight in zip(pairs, weights, strict=True):
         assert torch.equal(model.weight, weight) and model.weight.grad is None
+
+
+def test_what_is_taken_back_is_where_it_was_and_has_lost_its_momentum():
+    model, optimizer = make()
+    still = torch.nn.Parameter(torch.ones(2, 2))
+    optimizer.add_param_group({"params": [still], "weight_decay": 0.5})
+    for number in range(4):
+        for weight in (*model.parameters(), *([still] if number == 1 else [])):
+            weight.grad = torch.randn_like(weight)
+        moved = with_gradient(optimizer)
+        before = [weight.detach().clone() for weight in (*model.parameters(), still)]
+        update([(optimizer, 0.3)], loss=1.0, grad_clip=1.0)
+    assert moved == list(model.parameters())
+    far = [
+        float((weight - old).detach().abs().max())
+        for weight, old in zip(moved, before, strict=False)
+    ]
+    assert min(far) > 0.01
+    second = [optimizer.state[weight]["exp_avg_sq"].clone() for weight in moved]
+    after = [weight.detach().clone() for weight in moved]
+    retrace(optimizer, moved, 0.3, back=True)
+    for weight, old in zip((*moved, still), before, strict=True):
+        torch.testing.assert_close(weight.detach(), old, rtol=1e-6, atol=1e-6)
+    retrace(optimizer, moved, 0.3, back=False)
+    for weight, old in zip((*moved, still), (*after, before[-1]), strict=True):
+        torch.testing.assert_close(weight.detach(), old, rtol=1e-6, atol=1e-6)
+    take_back(optimizer, moved, 0.3)
+    for weight, old in zip((*moved, still), before, strict=True):
+        torch.testing.assert_close(weight.detach(), old, rtol=1e-6, atol=1e-6)
+    assert not any(optimizer.state[weight]["exp_avg"].any() for weight in moved)
+    assert optimizer.state[still]["exp_avg"].any(), "it did not move"
+    for weight, squares in zip(moved, second, strict=True):
+        assert torch.equal(optimizer.state[weight]["exp_avg_sq"], squares)

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 import torch.multiprocessing as mp
-from alike import assert_alike
+from alike import TOLERANCE, assert_alike
 from parallel_world import SAVED, STEPS, Trained, be_rank, make_policies, read, train
 
 from evolver_async.checkpoint import shards
@@ -59,7 +59,8 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Tra
 def test_two_ranks_have_the_losses_and_weights_of_one(name, world):
     directory, single = world
     both = read(directory / f"{name}-whole-0")
-    assert_alike(both.rows, single[name].rows)
+    # Moments that begin anew, as after an update that is taken back, make more of rounding.
+    assert_alike(both.rows, single[name].rows, 1e-3 if name == "bounded" else TOLERANCE)
     named = "loss/reward_model" if name == "reward_model" else "loss/policy"
     losses = [row.get(named) for row in both.rows]  # none without an update
     assert len(both.rows) == STEPS and len(set(losses)) == STEPS, "it must have trained"
@@ -76,7 +77,8 @@ def test_two_ranks_end_a_step_at_the_same_update(world):
     assert both.filtered == single["bounded"].filtered
     updates = [row["learner/updates"] for row in both.rows]
     assert updates == [row["learner/updates"] for row in single["bounded"].rows]
-    assert {1.0, 4.0} <= {*updates}, "of 4 each: without a cut nothing is compared"
+    assert {*updates} == {0.0, 1.0, 2.0, 4.0}, "of 4 each: without a cut nothing is compared"
+    assert {row["learner/taken_back"] for row in both.rows} == {0.0, 1.0}
 
 
 @pytest.mark.parametrize("name", RESUMED)
