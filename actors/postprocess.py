@@ -183,7 +183,8 @@ class TicketPostprocessing:
             for one in self.finished:
                 reward, success = one.trajectory.reward, one.trajectory.success
                 transcripts.append(replace(one.transcript, reward=reward, success=success))
-            guide.contribute(self.ticket.task, self.finished[0].query, transcripts)
+            query, stage = self.finished[0].query, self.ticket.stage
+            guide.contribute(self.ticket.task, query, transcripts, stage)
         for error in ended:
             if error is not None:
                 raise error

@@ -237,7 +237,7 @@ class Updater(Models):
             stage.correction, stage.loss, batch, logprobs, advantage_N, interpolates, boosts
         )
         critic = self._critic_training(stage, values, advantages.return_N, state.critic_steps)
-        distillation = distillation_of(stage, batch, critic, self.layout)
+        distillation = distillation_of(stage, batch, critic, self.layout, self.reference)
         teaching = self._teaching(stage, batch, stage.loss.aggregation, critic)
         given = stage, trains, loss, state, steps, critic, distillation, teaching
         applied = self._update(*given)

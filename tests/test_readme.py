@@ -46,7 +46,8 @@ def test_make_recipes_trains_what_the_documents_say(monkeypatch: pytest.MonkeyPa
     listed = {name for row in re.findall(r"^\| (`.*?) \|", page, re.M) for name in names(row)}
     marked = {mark.recipe for mark in recipes.MARKS}
     others = {name for name in listed if name.startswith("agentevolver")}
-    others |= {"frozen_lake", "workshop", "own", "arithmetic"}  # with figures of their own
+    # with figures of their own
+    others |= {"frozen_lake", "workshop", "internalisation", "own", "arithmetic"}
     others |= {"self_play"}  # whose success is no measure of play
     others |= {"distill"}  # whose teacher another run makes
     assert {"starpo_s", "agentevolver", "dpo"} <= listed

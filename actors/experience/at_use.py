@@ -51,7 +51,7 @@ def _of_pool(config: Config, run_dir: Path, query: str) -> list[str]:
 async def _of_own(config: Config, query: str) -> list[str]:
     backend = own_backend(config)
     try:
-        return (await backend.retrieve(query, config.experience.timeout_s)).texts
+        return (await backend.retrieve(query, "", config.experience.timeout_s)).texts
     except NoAnswer as error:
         raise ValueError(f"experience.kind: {config.experience.kind}: {error}") from error
     finally:

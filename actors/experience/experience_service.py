@@ -19,7 +19,7 @@ import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from actors.experience.contrast import contrast_items
+from actors.experience.contrast import contrast_items, principles
 from actors.experience.embed import KEY
 from actors.experience.embedders import EmbedFailed, load_embedder
 from actors.experience.embedding_endpoint import EmbedderDown
@@ -31,7 +31,7 @@ from actors.experience.successes import SolvedGroup
 from actors.failure_counts import FailureCounts
 from actors.llm.endpoint_client import Endpoint
 from evolver_async.config import Config, ExperienceConfig
-from evolver_async.config.load import load_written
+from evolver_async.config.load import load_written, stage_as_written
 from evolver_async.metrics.alerts import alert
 from evolver_async.process.garbage import collect_rarely, give_back_memory
 from evolver_async.process.rendezvous import experience_address
@@ -58,7 +58,10 @@ log = logging.getLogger(__name__)
 
 
 class ExperienceService:
-    """Request handler of the experience process. `report` gets the counters when they change."""
+    """Request handler of the experience process. `report` gets the counters when they change.
+
+    `renewing`: stages whose first group empties the pool.
+    """
 
     def __init__(
         self,
@@ -67,8 +70,11 @@ class ExperienceService:
         report: Report,
         extractor: LessonExtractor | None = None,
         failures: FailureCounts | None = None,
+        renewing: Sequence[int] = (),
     ) -> None:
         self.pool = pool
+        self._renewing = renewing
+        self._principles = config.granularity == "principle"
         self._top_k = config.top_k
         self._similarity = config.similarity
         self._max_chars = config.max_chars
@@ -111,8 +117,9 @@ class ExperienceService:
         """Answer the RETRIEVEs; make changes durable and report the counters if they changed."""
         asked, self._asked = self._asked, []
         queries = [request.query for request, _, _ in asked]
+        states = [request.state for request, _, _ in asked]
         try:
-            found = self.pool.retrieve_all(queries, self._top_k, self._similarity)
+            found = self.pool.retrieve_all(queries, self._top_k, self._similarity, states)
             embedded = True
         except EmbedFailed:  # these episodes go unguided
             found, embedded = [[] for _ in asked], False
@@ -170,7 +177,12 @@ class ExperienceService:
 
     def _contribute(self, peer: str, request: messages.Contribute) -> None:
         self._changed = True
-        if request.split != SPLIT:
+        begun = max((one for one in self._renewing if one <= request.stage), default=0)
+        if begun > self.pool.store.stage():
+            self.pool.renew(begun)
+            if self._extractor is not None:
+                self._extractor.renew()
+        if request.split != SPLIT or request.stage < self.pool.store.stage():
             self._counts["foreign"] += 1
             return
         trajectories = [episode.trajectory_id for episode in request.episodes]
@@ -179,16 +191,20 @@ class ExperienceService:
             return
         self._counts["contributed"] += 1
         self._feed_back(request.episodes)
-        solved: list[SolvedGroup] = []
-        if not any(episode.success for episode in request.episodes):
-            solved = self.pool.successes.similar(request.query, self._similarity)
-            self._counts["taught"] += bool(solved)
         self.pool.successes.remember(peer, request.query, request.episodes)
+        solved: list[SolvedGroup] = []
+        failed = not any(episode.success for episode in request.episodes)
+        if failed or self._principles:
+            solved = self.pool.successes.similar(request.query, self._similarity)
+            self._counts["taught"] += failed and bool(solved)
         if self._extractor is not None:
-            self._extractor.read(peer, request, solved[0] if solved else None)
+            self._extractor.read(peer, request, solved)
+            return
+        if self._principles:
+            items = principles(request.episodes, solved, self._max_chars)
         else:
             items = contrast_items(request.query, request.episodes, solved, self._max_chars)
-            self.pool.add(items, peer, trajectories)
+        self.pool.add(items, peer, trajectories)
 
     def _feed_back(self, episodes: Sequence[Transcript]) -> None:
         """Tell the pool the outcomes of guided members, and of the unguided ones beside them."""
@@ -239,7 +255,9 @@ def build(config: Config, run_dir: Path, report: Report) -> ExperienceService:
         extractor = LessonExtractor(experience, endpoint)
     if pool.store.damage:
         alert(run_dir, "experience damaged", pool.store.damage, "ERROR", console=True)
-    return ExperienceService(pool, experience, report, extractor, failures)
+    stages = range(len(config.stages))
+    renewing = [index for index in stages if stage_as_written(config, index).experience.renew]
+    return ExperienceService(pool, experience, report, extractor, failures, renewing)
 
 
 class CounterReporter:

@@ -50,7 +50,7 @@ class Backend(Protocol):
 
     name: str
 
-    async def retrieve(self, query: str, timeout_s: float) -> messages.Guidance: ...
+    async def retrieve(self, query: str, state: str, timeout_s: float) -> messages.Guidance: ...
 
     async def contribute(self, group: messages.Contribute) -> None: ...
 
@@ -65,10 +65,11 @@ class ServiceBackend:
     def __init__(self, client: Client) -> None:
         self._client = client
 
-    async def retrieve(self, query: str, timeout_s: float) -> messages.Guidance:
+    async def retrieve(self, query: str, state: str, timeout_s: float) -> messages.Guidance:
         """RETRIEVE. Raise NoAnswer, and ValueError for a text that cannot be encoded."""
         try:
-            return await self._client.request(messages.Retrieve(query=query), timeout_s)
+            asked = messages.Retrieve(query=query, state=state)
+            return await self._client.request(asked, timeout_s)
         except (TimeoutError, Rejected) as error:
             raise NoAnswer(str(error)) from error
 
@@ -94,20 +95,22 @@ class ExperienceGuide:
         self._timeout_s = config.timeout_s
         self._max_chars = config.max_chars
         self._retry_at = 0.0
-        self._requests: dict[str, asyncio.Task[Advice | None]] = {}
+        self._requests: dict[tuple[str, str], asyncio.Task[Advice | None]] = {}
         self._waiting: deque[messages.Contribute] = deque()
         self._sender: asyncio.Task[None] | None = None
         self._counts = dict.fromkeys(("unguided", "outages", "dropped"), 0)
 
-    async def advise(self, query: str) -> Advice:
-        """Return guidance for an episode of the task that `query` describes.
+    async def advise(self, query: str, state: str = "") -> Advice:
+        """Return guidance for an episode of the task that `query` describes, or for a turn in
+        `state`.
 
-        It is empty if there is none. Concurrent calls with the same query share one request.
+        It is empty if there is none. Concurrent calls with the same question share one request.
         """
-        request = self._requests.get(query)
+        asked = query, state
+        request = self._requests.get(asked)
         if request is None:
-            request = self._requests[query] = asyncio.create_task(self._ask(query))
-            request.add_done_callback(lambda _: self._requests.pop(query))
+            request = self._requests[asked] = asyncio.create_task(self._ask(*asked))
+            request.add_done_callback(lambda _: self._requests.pop(asked))
         advice = await asyncio.shield(request)
         if advice is None:
             self.count_unguided()
@@ -117,14 +120,16 @@ class ExperienceGuide:
         """Count an episode that should have been guided and is not."""
         self._counts["unguided"] += 1
 
-    def contribute(self, task: Task, query: str, transcripts: list[Transcript]) -> None:
+    def contribute(
+        self, task: Task, query: str, transcripts: list[Transcript], stage: int = 0
+    ) -> None:
         """Send the episodes of one group in the background; drop them if the queue is full."""
         if len(self._waiting) >= QUEUE:
             self._counts["dropped"] += 1
             return
         query, episodes = query[:QUERY_CHARS], shortened(transcripts)
         about = {"task_id": task.task_id, "query": query, "split": task.split}
-        self._waiting.append(messages.Contribute(**about, episodes=episodes))
+        self._waiting.append(messages.Contribute(**about, stage=stage, episodes=episodes))
         if self._sender is None or self._sender.done():
             self._sender = asyncio.create_task(self._send(), name="contributions")
 
@@ -141,13 +146,14 @@ class ExperienceGuide:
         self._counts["dropped"] += len(self._waiting)
         await self._backend.close()
 
-    async def _ask(self, query: str) -> Advice | None:
+    async def _ask(self, query: str, state: str) -> Advice | None:
         """Request guidance; None without an answer."""
         now = asyncio.get_running_loop().time
         if now() < self._retry_at:
             return None
         try:
-            reply = await self._backend.retrieve(query[:QUERY_CHARS], self._timeout_s)
+            asked = query[-QUERY_CHARS:] if state else query[:QUERY_CHARS]
+            reply = await self._backend.retrieve(asked, state_key(state), self._timeout_s)
         except ValueError as error:  # a text that cannot be encoded; not an outage
             log.warning("an episode is unguided: %s", error)
             return None

@@ -2,9 +2,11 @@
 
     read     starts on a group's episodes → those that can teach (`experience.vet`) → success,
              failure and comparison lessons → ratings;
-             a group that failed throughout is compared with a success in a similar task
+             a group that failed throughout is compared with a success in a similar task;
+             with `experience.granularity: principle` they are compared with successes in similar
+             tasks → principles → ratings
     collect  returns the lessons of finished groups
-    purge    drops the lessons of a source that are still being written
+    purge    drops the lessons of a source that are still being written, renew all of them
     rewrite  the entries found for a task → one text
 
 No caller waits. A failure (no endpoint, no budget, unreadable answers) is counted, and the group
@@ -16,7 +18,7 @@ import logging
 import queue
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
@@ -38,6 +40,7 @@ T = TypeVar("T")
 PENDING = 64  # groups read at a time; more are dropped
 LESSONS, COMPARED = 3, 2  # at most, per question
 SHOWN = 2  # of a group's successes, and of its failures, in a question
+OTHER_TASKS = 3  # whose best success a question about principles shows, at most
 LESSON_CHARS = 2_000  # limit of each text of a lesson; the guidance may allow less
 MAX_REWRITTEN = 1_024  # rewritten texts in memory
 REWRITE_SHARE = 0.75  # of `timeout_s`; after it the entries are returned as they are
@@ -82,12 +85,14 @@ class LessonExtractor:
         self._least_score = config.least_score
         self._longest = max(1, min(LESSON_CHARS, config.max_chars - len(MARK)))
         self._vets = config.vet
+        self._principles = config.granularity == "principle"
         self._rewrites = config.rewrite
         self._rewrite_s = REWRITE_SHARE * config.timeout_s
         self._counts: Counter[str] = Counter()
         self._pending = 0
         self._begun = 0  # groups
         self._purged: dict[str, int] = {}  # by source: the last group begun before its purge
+        self._renewed = 0  # the last group begun before the pool was emptied
         self._found: queue.SimpleQueue[GroupLessons] = queue.SimpleQueue()
         self._rewritten: OrderedDict[tuple[str, ...], tuple[Future[list[str]], float]]
         self._rewritten = OrderedDict()
@@ -98,11 +103,12 @@ class LessonExtractor:
         self._thread.start()
 
     def read(
-        self, source: str, group: messages.Contribute, elsewhere: SolvedGroup | None = None
+        self, source: str, group: messages.Contribute, elsewhere: Sequence[SolvedGroup] = ()
     ) -> None:
         """Start to extract lessons from a group.
 
-        `elsewhere`: a solved group with a similar task, for one that failed throughout.
+        `elsewhere`: solved groups with similar tasks, nearest first, for one that failed
+        throughout, or for principles.
         """
         if self._pending >= PENDING:
             self._counts["unread"] += 1
@@ -121,9 +127,17 @@ class LessonExtractor:
         """Drop the lessons still being written from groups of this source, or with its success."""
         self._purged[source] = self._begun
 
+    def renew(self) -> None:
+        """Drop all lessons still being written."""
+        self._renewed = self._begun
+
     def _unpurged(self, group: GroupLessons) -> list[Item]:
+        if group.number <= self._renewed:
+            return []
         gone = {name for name, last in self._purged.items() if group.number <= last}
-        return [item for item in group.items if not gone & {group.source, item.teacher}]
+        return [
+            item for item in group.items if not gone & {group.source, *item.teacher.splitlines()}
+        ]
 
     def rewrite(self, query: str, texts: list[str], now: float) -> list[str] | None:
         """Return the texts rewritten as one for this task; None while that is running.
@@ -182,7 +196,11 @@ class LessonExtractor:
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     async def _read(
-        self, number: int, source: str, group: messages.Contribute, elsewhere: SolvedGroup | None
+        self,
+        number: int,
+        source: str,
+        group: messages.Contribute,
+        elsewhere: Sequence[SolvedGroup],
     ) -> None:
         items: list[Item] = []
         try:
@@ -196,7 +214,9 @@ class LessonExtractor:
             trajectories = [episode.trajectory_id for episode in group.episodes]
             self._found.put(GroupLessons(items, source, trajectories, number))
 
-    async def _learn(self, group: messages.Contribute, elsewhere: SolvedGroup | None) -> list[Item]:
+    async def _learn(
+        self, group: messages.Contribute, elsewhere: Sequence[SolvedGroup]
+    ) -> list[Item]:
         """Extract lessons of the kinds that apply; return those with a sufficient rating."""
         ranked = sorted(group.episodes, key=lambda e: (-e.success, -e.reward, e.trajectory_id))
         solved = [episode for episode in ranked if episode.success]
@@ -206,19 +226,26 @@ class LessonExtractor:
             fit = await self._fit(group.query, [*solved, *failed])
             solved = [episode for episode in solved if episode in fit]
             failed = [episode for episode in failed if episode in fit]
-        questions: list[tuple[str, int, Sequence[Transcript]]] = []
-        if solved:
-            questions.append((lesson_prompts.SUCCESS, LESSONS, solved))
-        if failed:
-            questions.append((lesson_prompts.FAILURE, LESSONS, failed))
-        if solved and failed:
-            questions.append((lesson_prompts.COMPARISON, COMPARED, [solved[0], failed[-1]]))
-        ranked = [*solved, *failed]
+        ranked, others = [*solved, *failed], list[SolvedGroup]()
         shown = ranked if len(ranked) < 2 else [ranked[0], ranked[-1]]
-        if elsewhere is not None and failed:
-            shown = [elsewhere.episodes[0], failed[-1]]
-            questions.append((lesson_prompts.ELSEWHERE, COMPARED, shown))
-        asked = (self._lessons(text, most, group.query, of) for text, most, of in questions)
+        questions: list[tuple[str, int, Sequence[Transcript]]] = []
+        if self._principles:
+            others = [one for one in elsewhere if one.query != group.query][:OTHER_TASKS]
+            if others and ranked:
+                questions.append((lesson_prompts.PRINCIPLE, LESSONS, ranked))
+        else:
+            if solved:
+                questions.append((lesson_prompts.SUCCESS, LESSONS, solved))
+            if failed:
+                questions.append((lesson_prompts.FAILURE, LESSONS, failed))
+            if solved and failed:
+                questions.append((lesson_prompts.COMPARISON, COMPARED, [solved[0], failed[-1]]))
+            if elsewhere and failed:
+                others = [elsewhere[0]]
+                shown = [elsewhere[0].episodes[0], failed[-1]]
+                questions.append((lesson_prompts.ELSEWHERE, COMPARED, shown))
+        tasks = {one.query: one.episodes[0] for one in others} if self._principles else {}
+        asked = (self._lessons(text, most, group.query, of, tasks) for text, most, of in questions)
         found = await asyncio.gather(*asked)
         lessons = [lesson for some in found for lesson in some]
         if not lessons:
@@ -226,7 +253,7 @@ class LessonExtractor:
         contents = [lesson.content for lesson in lessons]
         question = lesson_prompts.validation(group.query, shown, contents)
         scores = await self._ask(question, lambda answer: parse_scores(answer, len(lessons)))
-        teacher = "" if elsewhere is None else elsewhere.source
+        teacher = "\n".join(sorted({one.source for one in others}))
         items = [
             Item(lesson.when_to_use, lesson.content, score, teacher=teacher)
             for lesson, score in zip(lessons, scores or [0.0] * len(lessons), strict=True)
@@ -246,9 +273,14 @@ class LessonExtractor:
         return fit
 
     async def _lessons(
-        self, question: str, most: int, query: str, episodes: Sequence[Transcript]
+        self,
+        question: str,
+        most: int,
+        query: str,
+        episodes: Sequence[Transcript],
+        others: Mapping[str, Transcript],
     ) -> list[Lesson]:
-        prompt = lesson_prompts.lessons(question, most, self._longest, query, episodes)
+        prompt = lesson_prompts.lessons(question, most, self._longest, query, episodes, others)
         parse = partial(parse_lessons, most=most, longest=self._longest)
         return await self._ask(prompt, parse) or []
 

@@ -3,7 +3,7 @@
 Episodes, tasks and lessons are quoted as JSON strings, as data without instructions.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from actors.llm.json_client import as_json
 from evolver_async.wire.transcripts import Transcript
@@ -33,6 +33,12 @@ ELSEWHERE = """\
 The first episode solved a similar task, the second one failed at this task. Which decisions of the
 first one would have helped the second?"""
 
+PRINCIPLE = """\
+The first episodes below worked on one task; "others" has successes in similar tasks. Which
+strategies and rules of decision decide success or failure in several of these tasks? Write
+principles: leave out the names, numbers and other details of any one task, and say nothing that
+holds in one of them alone."""
+
 VETTING = """\
 Say of each episode below whether it can teach anything. "on_task": it works on the task below.
 "repeats": it does the same again and again without getting further. "invents": it claims to have
@@ -53,10 +59,21 @@ leave out what does not, add nothing. Answer with a JSON array that holds one st
 
 
 def lessons(
-    question: str, most: int, longest: int, query: str, episodes: Sequence[Transcript]
+    question: str,
+    most: int,
+    longest: int,
+    query: str,
+    episodes: Sequence[Transcript],
+    others: Mapping[str, Transcript],
 ) -> str:
-    """Ask for at most `most` lessons of at most `longest` characters from these episodes."""
-    record = {"task": query, "episodes": _records(episodes)}
+    """Ask for at most `most` lessons of at most `longest` characters from these episodes, and from
+    one of each other task, by its query."""
+    own, more = len(episodes), list(others.values())
+    records = _records([*episodes, *more])
+    record: dict[str, object] = {"task": query, "episodes": records[:own]}
+    if others:
+        pairs = zip(others, records[own:], strict=True)
+        record["others"] = [{"task": task, "episode": told} for task, told in pairs]
     form = LESSON_FORM.format(least=1, most=most, longest=longest)
     return f"{question}\n{form}\n\n{as_json(record)}"
 

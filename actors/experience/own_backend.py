@@ -48,8 +48,9 @@ class OwnBackend:
         self._top_k = top_k
         self._limited = limited
 
-    async def retrieve(self, query: str, timeout_s: float) -> messages.Guidance:
-        """Return the backend's texts; a text is known again by its checksum."""
+    async def retrieve(self, query: str, state: str, timeout_s: float) -> messages.Guidance:
+        """Return the backend's texts; a text is known again by its checksum. It is asked in words
+        alone, without the key of a state."""
         try:
             async with asyncio.timeout(timeout_s if self._limited else None):
                 found = await self._backend.retrieve(query, self._top_k)

@@ -8,7 +8,7 @@ numbers: equal calls give equal pools.
 import heapq
 import logging
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from itertools import groupby, islice
 from typing import NamedTuple
@@ -35,7 +35,8 @@ log = logging.getLogger(__name__)
 
 
 class Item(NamedTuple):
-    """Candidate for an entry. `teacher`: contributor of another group, whose success it tells."""
+    """Candidate for an entry. `teacher`: contributors of other groups, one a line, whose success it
+    tells."""
 
     when_to_use: str
     content: str
@@ -90,22 +91,32 @@ class ExperiencePool:
         return self.retrieve_all([query], top_k, similarity)[0]
 
     def retrieve_all(
-        self, queries: list[str], top_k: int, similarity: float
+        self,
+        queries: list[str],
+        top_k: int,
+        similarity: float,
+        states: Sequence[str] = (),
     ) -> list[list[ExperienceEntry]]:
-        """Return the best entries for each of some tasks, by one search. Raise EmbedFailed."""
+        """Return the best entries for each of some tasks, by one search. Raise EmbedFailed.
+
+        `states`: keys of the state of each, whose entries and those without a state are meant; ""
+        for entries of any state. (): any for all.
+        """
         if not queries:
             return []
         least = least_cosine(similarity)
         nears = self._index.search(self._embedded(queries), CANDIDATES, least)
-        return [self._best(near, top_k, similarity) for near in nears]
+        asked = zip(nears, states or [""] * len(queries), strict=True)
+        return [self._best(near, top_k, similarity, state) for near, state in asked]
 
-    def _best(self, near: Near, top_k: int, similarity: float) -> list[ExperienceEntry]:
+    def _best(self, near: Near, top_k: int, similarity: float, state: str) -> list[ExperienceEntry]:
         chosen: list[ExperienceEntry] = []
         states, contents = set[str](), set[str]()
         for entry in self._ranked(near, similarity):
             if len(chosen) == top_k:
                 break
-            if (entry.state and entry.state in states) or entry.content in contents:
+            elsewhere = state and entry.state not in ("", state)
+            if elsewhere or (entry.state and entry.state in states) or entry.content in contents:
                 continue
             states.add(entry.state)
             contents.add(entry.content)
@@ -192,7 +203,7 @@ class ExperiencePool:
         Return the number of entries, retired ones included.
         """
         entries = (*self.entries.values(), *self._retired.values())
-        gone = [entry for entry in entries if source in (entry.source, entry.teacher)]
+        gone = [one for one in entries if source in (one.source, *one.teacher.splitlines())]
         self._delete(gone)
         self.successes.purge(source)
         self.store.shrink()
@@ -200,6 +211,12 @@ class ExperiencePool:
             log.warning("%d copies of damaged files were deleted with what is purged", copies)
         self.counts["purged"] += len(gone)
         return len(gone)
+
+    def renew(self, stage: int) -> None:
+        """Empty the pool for a stage; what earlier ones still contribute is not meant for it."""
+        self._delete([*self.entries.values(), *self._retired.values()])
+        self.successes.clear()
+        self.store.set_stage(stage)
 
     def commit(self) -> None:
         self.store.commit()

@@ -63,8 +63,8 @@ class ExperienceEntry:
     """One entry of the pool.
 
     `when_to_use`: the text that queries are compared with. `state`: the state of a task in which
-    the entry applies; "" for every state. `teacher`: contributor of another group, whose success
-    it tells; "" if there is none. `created`: number of groups contributed before.
+    the entry applies; "" for every state. `teacher`: contributors of other groups, one a line,
+    whose success it tells; "" if there is none. `created`: number of groups contributed before.
     `utility`: successful episodes among the `uses` that it guided. Vectors are float32[d].
     """
 
@@ -194,6 +194,13 @@ class Store:
     def set_unguided(self, count: int, rate: float) -> None:
         self._set_fact("unguided", json.dumps([count, rate]))
 
+    def stage(self) -> int:
+        """Load the stage for which the pool was emptied last, 0 if none."""
+        return int(self._fact("stage") or 0)
+
+    def set_stage(self, stage: int) -> None:
+        self._set_fact("stage", str(stage))
+
     def load_solved(self) -> list[tuple[str, str, bytes]]:
         """Load source, query and encoded episodes of the solved groups, oldest first."""
         order = "SELECT source, query, episodes FROM solved ORDER BY number"
@@ -295,6 +302,7 @@ def copy_pool(source: Path, target: Path) -> None:
             old.backup(copy)
         with closing(_open(target / FILE)) as copy:
             copy.execute("DELETE FROM contributed")
+            copy.execute("DELETE FROM facts WHERE name = 'stage'")  # it can go on in an earlier one
             copy.commit()
     except sqlite3.DatabaseError as error:
         raise ConfigError(f"{source / FILE}: {error}") from error

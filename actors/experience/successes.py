@@ -96,6 +96,10 @@ class SuccessMemory:
         gone = [query for query, (group, _) in self._groups.items() if group.source == source]
         self._forget(gone)
 
+    def clear(self) -> None:
+        """Delete all groups."""
+        self._forget(list(self._groups))
+
     def _forget(self, queries: list[str]) -> None:
         for query in queries:
             del self._groups[query]

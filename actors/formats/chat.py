@@ -300,6 +300,11 @@ class Chat:
         last = next(i for i, (_, stop) in enumerate(offsets) if stop > end)
         return tokens[:first], tokens[first : last + 1]
 
+    def place_in_next(self, user: str, last: int | None) -> int:
+        """Count the tokens of `next` before the user's message."""
+        tokens = self.tokens_of(self.between + self.plain(user) + self.opening)
+        return len(self.message(user)[0]) - len(tokens) + len(self.behind(last, tokens))
+
     def turn(self, text: str, stop_strings: tuple[str, ...]) -> list[int]:
         """Return the tokens of a turn that is not sampled; an end-of-turn token is added unless a
         stop string ends it."""
@@ -417,6 +422,21 @@ class Stream:
         self.tokens += tokens
         self._note(len(tokens), role, -1)
         self._logprobs.frombytes(bytes(4 * len(tokens)))
+
+    def seen(self, *, withheld: bool) -> list[int]:
+        """Return the tokens, if `withheld` those of EXPERIENCE left out."""
+        if not withheld:
+            return list(self.tokens)
+        pairs = zip(self.tokens, self._roles, strict=True)
+        return [token for token, role in pairs if role != Role.EXPERIENCE]
+
+    def insert(self, place: int, tokens: list[int], role: Role) -> None:
+        """Show tokens before the one at `place`."""
+        count = len(tokens)
+        self.tokens[place:place] = tokens
+        self._roles[place:place] = array("B", [role] * count)
+        self._turns[place:place] = array("h", [-1] * count)
+        self._logprobs[place:place] = array("f", [0.0] * count)
 
     def write(self, generation: Generation, turn: int) -> None:
         """Append tokens that the policy sampled."""

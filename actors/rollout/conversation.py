@@ -9,6 +9,7 @@ context it was written in and nowhere else: what a later one repeats of it is PR
 import json
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 from actors.engines.engine import Generation
@@ -35,18 +36,28 @@ class Conversation:
     """Contexts of one episode. `room`: tokens that may precede a turn.
 
     `task`: what is asked for, in every context; `opening`: the first messages. `full`: True once
-    there was no room for a next turn.
+    there was no room for a next turn. `withheld`: EXPERIENCE is recorded, and hidden from the
+    policy.
     """
 
     def __init__(
-        self, setting: Setting, system: str, task: str, opening: Opening, room: int
+        self,
+        setting: Setting,
+        system: str,
+        task: str,
+        opening: Opening,
+        room: int,
+        *,
+        withheld: bool = False,
     ) -> None:
         self._setting = setting
         self._system = opening.under(system)
         self._before = opening.before
         self._task = task
         self._room = room
-        self._guidance: list[int] = []
+        self.withheld = withheld
+        self._guidance: list[int] = []  # of every context
+        self._shown: list[list[int]] = []  # guidance of single turns in the present context
         self._observation = opening.user
         self._first = self._asked(opening.user)
         self._turns: list[_Past] = []
@@ -58,15 +69,20 @@ class Conversation:
     @property
     def tokens(self) -> list[int]:
         """Tokens that the policy sees next."""
-        return list(self._stream.tokens)
+        return self._stream.seen(withheld=self.withheld)
 
     def guide(self, guidance: list[int]) -> bool:
-        """Show EXPERIENCE tokens at the head of the user's message, in every context, before the
-        first turn. False, and nothing is shown, if they leave no room for a turn."""
+        """Show EXPERIENCE tokens at the head of the user's newest message: to one turn (`stepwise`)
+        or, before the first turn, in every context. False, and nothing is shown, if they leave no
+        room for a turn."""
         if len(self._stream.tokens) + len(guidance) > self._room:
             return False
-        self._guidance = guidance
-        self._stream = self._context(self._first, [])
+        if not self._setting.stepwise:
+            self._guidance = guidance
+            self._stream = self._context(self._first, [])
+        elif guidance not in self._shown:
+            self._stream.insert(self._place(), guidance, Role.EXPERIENCE)
+            self._shown.append(guidance)
         return True
 
     def write(self, generation: Generation, turn: int) -> None:
@@ -105,6 +121,7 @@ class Conversation:
         whole = setting.context == "full" or len(self._turns) <= setting.window
         if whole and len(self._stream.tokens) + len(after) <= self._room:
             self._stream.read(after, Role.OBSERVATION)
+            self._place = partial(self._place_behind, self._turns[-1], len(self._stream.tokens))
             return True
         if setting.context == "full":
             return False
@@ -119,7 +136,7 @@ class Conversation:
         for context in contexts:
             if len(context.tokens) <= self._room:
                 self._closed.append(self._stream.sequence())
-                self._stream = context
+                self._stream, self._shown = context, []
                 return True
         return False
 
@@ -134,14 +151,24 @@ class Conversation:
         chat, stream = self._setting.chat, Stream()
         style, tools = self._setting.format, listed_tools(self._setting)
         prompt = chat.first(self._system, user, style.prefix, self._before, tools)
-        guided = self._system, user, self._before, tools
-        place = chat.place_of_user(*guided) if self._guidance else 0
+        self._place = partial(chat.place_of_user, self._system, user, self._before, tools)
+        place = self._place() if self._guidance else 0
         stream.read(prompt[:place], Role.PROMPT)
         stream.read(self._guidance, Role.EXPERIENCE)
         stream.read(prompt[place:], Role.PROMPT)
         for turn in kept:
             stream.read(turn.written + turn.after, Role.PROMPT)
+        if kept:
+            self._place = partial(self._place_behind, kept[-1], len(stream.tokens))
         return stream
+
+    def _place_behind(self, turn: _Past, end: int) -> int:
+        """Return the place in a context of `end` tokens where the message that ends it, behind this
+        turn, has its text."""
+        start, chat = end - len(turn.after), self._setting.chat
+        if self._setting.format.inline:
+            return start
+        return start + chat.place_in_next(self._observation, (turn.written or [None])[-1])
 
     def _asked(self, seen: str) -> str:
         return f"{self._task}\n{seen}" if self._task else seen

@@ -33,7 +33,7 @@ from actors.rollout.conversation import (
 )
 from actors.rollout.environment import TimedEnvironment
 from actors.rollout.episode_config import Setting, reads_scores, step_latency_s
-from actors.rollout.episode_policy import Advice, EpisodePolicy
+from actors.rollout.episode_policy import EpisodePolicy
 from actors.rollout.finished import Finished, RewardTooLarge, assembled
 from actors.ticket_progress import TicketProgress
 from evolver_async.extension import RAISED
@@ -75,7 +75,7 @@ class Episode:
     query: str = ""
     content: str = ""
     instructions: str = ""
-    advice: Advice = field(default_factory=Advice)
+    experience_ids: dict[int, None] = field(default_factory=dict)  # of the entries shown, in order
     turns: list[Turn] = field(default_factory=list)
     acted: list[str] = field(default_factory=list)
     scores: list[float] = field(default_factory=list)
@@ -132,6 +132,8 @@ class Episode:
                 break
             if 0 < setting.format_errors <= unread or not self.conversation.tell(told):
                 break
+            if setting.stepwise:
+                await self._guide(policy, f"{self.query}\n{self.observation}")
         if self.conversation.full:
             self.flags[-1] |= TurnFlag.FULL
         if not (self.terminated or self.truncated) and isinstance(self.environment.env, Concluding):
@@ -167,7 +169,7 @@ class Episode:
             flags=self.flags,
             outcome=(self.success, self.terminated),
             seconds=(self.environment.spent_s, self.generate_s, total_s),
-            experience_ids=list(self.advice.ids),
+            experience_ids=list(self.experience_ids),
             turns=self.turns,
             query=self.query,
             content=self.content,
@@ -201,29 +203,33 @@ class Episode:
         if self.setting.format.tools:
             self.specs, self.tools = specs, frozenset(spec["name"] for spec in specs)
             self.setting = with_tools(self.setting, specs)
-        talk = Conversation(self.setting, system, task.query, opening, room)
+        withheld = self.setting.withholds and self.ticket.kind == "rollout"
+        talk = Conversation(self.setting, system, task.query, opening, room, withheld=withheld)
         self.conversation, length = talk, len(talk.tokens)
         if length > room:
             cause = f"first prompt of {length} tokens leaves no turn in policy.max_length"
             raise environment.failure("first prompt", loop.time() - began, ValueError(cause))
-        if self.member in self.ticket.guided:
-            with self.progress.during(self.member, "asking for experience"):
-                self.advice = await policy.advise(environment, self.query)
-            self._guide(policy)
+        await self._guide(policy, self.query)
         await self._score()
 
-    def _guide(self, policy: EpisodePolicy) -> None:
-        """Show the advice; drop and count it if it leaves no room for a turn."""
-        if not self.advice.text:
-            self.advice = Advice()
+    async def _guide(self, policy: EpisodePolicy, query: str) -> None:
+        """Show a guided member what helps with `query`; drop and count it if it leaves no room for
+        a turn. Entries that are withheld are not used."""
+        if self.member not in self.ticket.guided:
             return
-        guidance = self.setting.chat.experience(self.advice.text)
+        with self.progress.during(self.member, "asking for experience"):
+            state = await self._state() if self.setting.stepwise else ""
+            advice = await policy.advise(self.environment, query, state)
+        if not advice.text:
+            return
+        guidance = self.setting.chat.experience(advice.text)
         if not self.conversation.guide(guidance):
             limit = f"{self.setting.max_length} tokens of policy.max_length"
             cause = f"guidance of {len(guidance)} tokens leaves no room for a turn in {limit}"
             self.setting.failures.note("experience", "guidance", cause)
             policy.count_unguided()
-            self.advice = Advice()
+        elif not self.conversation.withheld:
+            self.experience_ids |= dict.fromkeys(advice.ids)
 
     async def _turn(self, text: str) -> str:
         """Carry out one turn; return the text that the policy reads after it."""
@@ -232,15 +238,19 @@ class Episode:
         except RAISED as error:  # of a format or of `rollout.extract`, a user's own
             raise self.environment.failure("reading a turn", 0.0, error) from error
         if self.setting.recorded:
-            env, seen = self.environment.env, self.observation
-            state = seen
-            if isinstance(env, Located):
-                state = await self.environment.text("state", env.state)
+            seen, state = self.observation, await self._state()
             action = f" {SEPARATOR} ".join(one for one in actions or [] if isinstance(one, str))
             self.turns.append(Turn(observation=seen, state=state, action=action, text=text))
         shown = await self._act(actions)
         await self._score()
         return shown
+
+    async def _state(self) -> str:
+        """Return the environment's name of the present state, or else what was observed."""
+        env = self.environment.env
+        if not isinstance(env, Located):
+            return self.observation
+        return await self.environment.text("state", env.state)
 
     async def _score(self) -> None:
         env = self.environment.env

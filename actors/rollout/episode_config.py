@@ -53,6 +53,8 @@ class Setting:
     window: int = 1  # turns that a turn sees before it, where context is window
     truncated_reward: float = 0.0  # added where an episode ends without its environment's end
     recorded: bool = False  # whether episodes are kept in words as well
+    stepwise: bool = False  # every turn is guided by itself
+    withholds: bool = False  # guided members of training sample without their experience
     hints: int = 5  # entries that guide a scripted episode at most
     hint_chars: int = MAX_CHARS  # of all of them
     max_reward: float = math.inf  # of either sign; the buffer refuses a larger one
@@ -103,6 +105,9 @@ def setting_of(
         or config.judge.audited
         or bool(config.reward.terms)
         or config.questioning.kind == "llm",
+        stepwise=config.experience.injection == "step",
+        withholds=config.experience.internalise == "distill"
+        and config.experience.distill_on == "bare",
         hints=config.experience.top_k,
         hint_chars=config.experience.max_chars,
         scored=_scored_share(config),

@@ -7,7 +7,7 @@ from actors.rollout.environment import TimedEnvironment
 
 
 class Advice(NamedTuple):
-    """Experience for one episode; an empty text guides nothing."""
+    """Experience for one episode, or one of its turns; an empty text guides nothing."""
 
     text: str = ""
     ids: tuple[int, ...] = ()
@@ -16,7 +16,7 @@ class Advice(NamedTuple):
 class Guide(Protocol):
     """Source of experience from earlier episodes."""
 
-    async def advise(self, query: str) -> Advice: ...
+    async def advise(self, query: str, state: str) -> Advice: ...
 
     def count_unguided(self) -> None:
         """Count an episode whose experience does not fit."""
@@ -28,8 +28,9 @@ class EpisodePolicy(Protocol):
 
     kind: ClassVar[Literal["learned", "scripted"]]
 
-    async def advise(self, world: TimedEnvironment, query: str, /) -> Advice:
-        """Return experience for an episode of the task that `query` describes."""
+    async def advise(self, world: TimedEnvironment, query: str, state: str, /) -> Advice:
+        """Return experience for an episode of the task that `query` describes, or for a turn in
+        `state`."""
         return Advice()
 
     def count_unguided(self) -> None:

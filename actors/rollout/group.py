@@ -34,8 +34,8 @@ class LearnedPolicy(EpisodePolicy):
     setting: Setting
     guide: Guide | None
 
-    async def advise(self, world: TimedEnvironment, query: str) -> Advice:
-        return Advice() if self.guide is None else await self.guide.advise(query)
+    async def advise(self, world: TimedEnvironment, query: str, state: str) -> Advice:
+        return Advice() if self.guide is None else await self.guide.advise(query, state)
 
     def count_unguided(self) -> None:
         if self.guide is not None:

@@ -54,9 +54,10 @@ class ScriptedPolicy(EpisodePolicy):
         self._format = setting.format
         self._most = setting.hints
         self._max_chars = setting.hint_chars
+        self._stepwise = setting.stepwise
         self._max_tokens = ticket.sampling.max_tokens
 
-    async def advise(self, world: TimedEnvironment, query: str) -> Advice:
+    async def advise(self, world: TimedEnvironment, query: str, state: str) -> Advice:
         assert isinstance(world.env, Rewindable), f"{type(world.env).__name__} cannot be guided"
         text = await world.call("hints", self._hint, world.env)
         return Advice(text=text)
@@ -67,17 +68,24 @@ class ScriptedPolicy(EpisodePolicy):
 
     def _hint(self, env: Rewindable) -> str:
         """Return the states of a random walk as experience, each with its move and one to avoid,
-        among states of other tasks; only those that fit are followed.
+        among states of other tasks; only those that fit are followed. For a turn by itself, which
+        is shown entries of its own state, the walk has one step and there are no others.
 
         Drawn at random, so that what is learned is to follow, and no move in particular.
         """
-        states = self._walk(env)
-        told = [state for state in states if self._rng.random() < TOLD] or list(states)[:1]
+        states = self._walk(env, 1 if self._stepwise else self._most)
+        told = [state for state in states if self._rng.random() < TOLD]
+        if self._stepwise:
+            return self._told(told, states)
+        told = told or list(states)[:1]
         foreign = {state: moves for state, moves in self._others() if state not in states}
         room = max(0, min(self._most - len(told), len(foreign)))
         told += self._rng.sample(list(foreign), room)
-        states |= foreign
         self._rng.shuffle(told)
+        return self._told(told, states | foreign)
+
+    def _told(self, told: list[str], states: dict[str, tuple[str, str]]) -> str:
+        """Write hints for states; note those that fit, to be followed."""
         texts = {
             state: contrast(state_key(state), *states[state], self._max_chars) for state in told
         }
@@ -86,10 +94,10 @@ class ScriptedPolicy(EpisodePolicy):
         self._hints = {told[place]: states[told[place]][0] for place in lines}
         return "\n".join(lines.values())
 
-    def _walk(self, env: Rewindable) -> dict[str, tuple[str, str]]:
+    def _walk(self, env: Rewindable, most: int) -> dict[str, tuple[str, str]]:
         """Return two moves, the one made and another, by state of a random walk from here."""
         start, states = env.snapshot(), dict[str, tuple[str, str]]()
-        while len(states) < self._most and env.state() not in states:
+        while len(states) < most and env.state() not in states:
             moves = env.actions()
             if len(moves) < 2:
                 break
@@ -115,7 +123,7 @@ class ScriptedPolicy(EpisodePolicy):
             with contextlib.closing(env):
                 env.reset(msgspec.structs.replace(task, map_seed=number), number)
                 assert isinstance(env, Rewindable)
-                yield from self._walk(env).items()
+                yield from self._walk(env, self._most).items()
 
     async def write(self, world: TimedEnvironment, context: list[int], turn: int) -> Generation:
         tokens: list[int] = []

@@ -72,7 +72,7 @@ def training_bytes(config: Config, shape: Shape) -> int:
         stage = merge.override(config, written.override)
         rl = written.kind == "rl"
         judged = index <= last and (judged or written.kind == "reward_model")
-        reference |= written.kind in ("dpo", "kto") or (rl and stage.loss.kl_coef > 0)
+        reference |= written.kind in ("dpo", "kto") or (rl and stage.reads_reference)
         separate |= rl and stage.advantage.facts.critic and config.critic.kind == "separate"
         held = _held_bytes(config, shape, reference=reference, separate=separate)
         most = max(most, held + judged * _trained_bytes(config, shape))

@@ -168,7 +168,7 @@ def _learner(
     own = FLOAT * trained / ranks
     yield MemoryPart("gradients, moments", 3 * own, "learner.ranks", gpu)
     rl = [stages[index] for index, one in enumerate(config.stages) if one.kind == "rl"]
-    if any(stage.loss.kl_coef > 0 for stage in rl) or _kinds(config) & {"dpo", "kto"}:
+    if any(stage.reads_reference for stage in rl) or _kinds(config) & {"dpo", "kto"}:
         shares = adapted and ranks == 1
         yield MemoryPart("KL reference", 0 if shares else copy / ranks, "loss.kl_coef", gpu)
     if (teacher := largest_teacher(stages)) is not None:

@@ -186,14 +186,19 @@ class Beat(Message, tag="beat"):
 
 
 class Retrieve(Message, tag="retrieve"):
-    """Query of the experience service for a task, which is given in words."""
+    """Query of the experience service for a task, which is given in words.
+
+    `state`: key of the state before a turn, to which the entries must apply; "" for a whole task.
+    """
 
     query: str
+    state: str = ""
 
 
 class Contribute(Message, tag="contribute"):
-    """Finished episodes of one task, for the experience service to learn from."""
+    """Finished episodes of one task in a stage, for the experience service to learn from."""
 
+    stage: int
     task_id: str
     query: str
     split: str

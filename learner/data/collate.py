@@ -6,7 +6,7 @@ keeps the rows and has the stripped ones beside them.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -60,20 +60,26 @@ def lag_table(groups: list[Group], head: WeightId, forks: dict[int, Fork]) -> di
 class Internalise:
     """Rule by which a `fraction` of the guided trajectories train the context without experience.
 
-    They are stripped or, if it `teaches`, keep their rows and have stripped ones beside them. The
-    draw is keyed by the group and the member, so that every use of a group and every repetition of
-    a step strips the same ones. `copies`: True for trajectories that are not internalised, because
-    an action copies from the experience; None if all may be.
+    They are stripped or, if it `teaches`, keep their rows and have stripped ones beside them; with
+    `solved` only the successful ones teach. With `withheld` guided trajectories were sampled
+    without their experience: all train without it, and their contexts with it teach. The draw is
+    keyed by the group and the member, so that every use of a group and every repetition of a step
+    strips the same ones. `copies`: True for trajectories that are not internalised, because an
+    action copies from the experience; None if all may be.
     """
 
     fraction: float
     seed: int
     teaches: bool = False
+    solved: bool = False
+    withheld: bool = False
     copies: Callable[[Trajectory], bool] | None = None
 
     def __call__(self, trajectory: Trajectory) -> bool:
         """Draw for one trajectory, whatever it copies."""
         if not self.fraction or not guided(trajectory):
+            return False
+        if self.solved and not trajectory.success:
             return False
         draw = uniform(self.seed, "strip", trajectory.group_id, trajectory.member)
         return draw < self.fraction
@@ -104,6 +110,8 @@ class Collator:
             fraction=0.0 if none else experience.strip_fraction,
             seed=self.seed,
             teaches=experience.internalise == "distill",
+            solved=experience.distill_on == "solved",
+            withheld=experience.distill_on == "bare",
             copies=copied,
         )
         lags = lag_table(groups, head, forks)
@@ -185,6 +193,7 @@ def collate(
         copied_P = np.array([copies(trajectory) for trajectory in trajectories], bool)
     drawn_P = np.array([internalise(trajectory) for trajectory in trajectories], bool) & ~copied_P
     stripped_P = drawn_P & (not internalise.teaches)
+    withheld = internalise.teaches and internalise.withheld
 
     def rows_of(wanted_P: Array, stripped_P: Array) -> _Rows:
         wanted = np.flatnonzero(wanted_P).tolist()
@@ -203,7 +212,7 @@ def collate(
     facts = {
         "group_P": group_P,
         # Contexts with and without experience are two policies, unless training makes them one.
-        "peer_P": 2 * group_P + guided_P if internalise.teaches else group_P,
+        "peer_P": 2 * group_P + guided_P if internalise.teaches and not withheld else group_P,
         "reward_P": np.array([trajectory.reward for trajectory in trajectories], np.float64),
         "written_P": np.array([one.policy == "recorded" for one in trajectories], bool),
         "guided_P": guided_P,
@@ -220,8 +229,9 @@ def collate(
         bare = rows_of(drawn_P, drawn_P)
         if bare.count_S.any():
             taught = bare.batch({**facts, "stripped_P": drawn_P})
-    rows = rows_of(np.ones_like(guided_P), stripped_P)
-    return rows.batch(facts, taught=taught, whole_groups=whole_groups)
+    rows = rows_of(np.ones_like(guided_P), guided_P if withheld else stripped_P)
+    batch = rows.batch(facts, taught=taught, whole_groups=whole_groups)
+    return replace(batch, sampled=None) if withheld else batch
 
 
 class _Rows:

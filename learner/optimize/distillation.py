@@ -1,12 +1,14 @@
 """Gradients of `experience.internalise: distill`: passes over both contexts of the same tokens.
 
-The teacher's pass is without gradient and precedes the student's, by the weights of the update.
+The teacher's pass is without gradient and precedes the student's, by the weights of the update or
+by those of the reference (`experience.distill_teacher`).
 
-After OPCD, arXiv 2602.12275: one model is teacher and student, the teacher's context alone holds
-the experience, and every token is compared over the whole vocabulary. There the student samples
-and the reverse KL is taken. Here the teacher has sampled the tokens, so the forward KL is: the sum
-of KL(guided || bare) over the tokens of guided answers estimates the KL between both distributions
-of whole answers without bias. It also has a gradient where the bare policy never finds the answer.
+The teacher's context alone holds the experience, and every token is compared over the whole
+vocabulary. `experience.distill_on` decides who has sampled the tokens.
+`bare` is OPCD, arXiv 2602.12275: the student samples, and the reverse KL is taken. Otherwise the
+teacher has sampled them, so the forward KL is: the sum of KL(guided || bare) over the tokens of
+guided answers estimates the KL between both distributions of whole answers without bias. It also
+has a gradient where the bare policy never finds the answer.
 """
 
 from collections.abc import Callable
@@ -32,19 +34,22 @@ DISTILL_KL, DISTILL_TOKENS = "experience/distill_kl", "experience/distill_tokens
 
 @dataclass(frozen=True)
 class Distillation:
-    """Loss coef · agg(KL(guided || bare)) over the tokens of `taught`, a `Batch.taught`.
+    """Loss coef · agg(KL) over the tokens of `taught`, a `Batch.taught`. `kind`: forward, KL(guided
+    || bare), or reverse. `reference`: the teacher; None: the model itself.
 
     agg is that of the policy loss, with the denominators of the whole update; other tokens add 0.
     `chunk`: tokens of one chunk of the vocabulary projections.
     """
 
     taught: Batch
+    kind: str
     coef: float
     temperature: float
     chunk: int
     aggregation: str
     norm_tokens: int
     layout: Layout
+    reference: torch.nn.Module | None
 
     def __call__(
         self, model: torch.nn.Module, minibatch: Minibatch, ranks: Ranks, token_budget: int
@@ -66,8 +71,9 @@ class Distillation:
                 continue
             rows_B = teacher.row_B.cpu().numpy()
             student = lay_out(self.taught, rows_B, ranks.device, self.layout)
+            knows = self.reference or model
             with torch.no_grad():
-                known_ND = within(model, partial(_hidden, model, teacher))
+                known_ND = within(knows, partial(_hidden, knows, teacher))
             value, kl = within(model, partial(self._loss, model, student, known_ND, minibatch))
             value.backward()
             total += float(value.detach())
@@ -109,7 +115,11 @@ class Distillation:
         """Compute the KL of every token."""
         _, head = policy.split_model(model)
         heat = self.temperature or 1.0  # log-probs of greedy decoding are those of temperature 1
-        compare = partial(from_hidden, projection_of(head, False), heat, "forward", 0.5)
+        if self.reference is not None:
+            _, known_head = policy.split_model(self.reference)
+        else:
+            known_head = head
+        compare = partial(from_hidden, projection_of(known_head, False), heat, self.kind, 0.5)
         return compared(model, hidden_ND, [known_ND], masks_N, heat, self.chunk, compare)
 
 
@@ -179,7 +189,11 @@ def from_hidden(
 
 
 def distillation_of(
-    stage: Config, batch: Batch, critic: CriticTraining | None, layout: Layout
+    stage: Config,
+    batch: Batch,
+    critic: CriticTraining | None,
+    layout: Layout,
+    reference: torch.nn.Module | None,
 ) -> Distillation | None:
     """Set up the teaching of the contexts without experience.
 
@@ -189,12 +203,14 @@ def distillation_of(
         return None
     return Distillation(
         batch.taught,
+        "reverse" if stage.experience.distill_on == "bare" else "forward",
         stage.experience.distill_coef,
         stage.rollout.temperature,
         stage.learner.logprob_chunk,
         stage.loss.aggregation,
         stage.loss.norm_tokens,
         layout,
+        reference if stage.experience.by_reference else None,
     )
 
 

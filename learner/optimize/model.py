@@ -229,7 +229,7 @@ class Models:
 
     def _needs_reference(self, stage: Config, index: int) -> bool:
         kind = self.config.stages[index].kind
-        return kind in ("dpo", "kto") or (kind == "rl" and stage.loss.kl_coef > 0)
+        return kind in ("dpo", "kto") or (kind == "rl" and stage.reads_reference)
 
     def _keeps_reference(self, index: int) -> bool:
         """Return True if the next stage that needs a reference, from this one on, renews none.

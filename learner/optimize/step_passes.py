@@ -247,6 +247,8 @@ class StepPasses:
             found_Q = self._logprobs(stage, hidden_QD, micro.target_Q, micro.masks_Q)
             theta_N, entropy_N = (one.index_select(0, micro.prediction_N) for one in found_Q)
             value, terms = loss(theta_N, entropy_N, micro, minibatch, accounting)
+            if stage.experience.internalise == "distill":
+                value = stage.experience.loss_coef * value
             if teaching is not None:
                 hidden_ND = hidden_KD.index_select(0, micro.source_N)
                 student = StudentPass(self.models.model, hidden_ND, theta_N, micro, known)

@@ -7,6 +7,7 @@ policy can memorise its password.
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -96,13 +97,16 @@ class Doors:
             self.encode(PASSWORDS[door] if guided else " left"),
         )
         before = [*experience, *prompt]
+        bare = self.made.config.experience.distill_on == "bare"
         roles = [Role.EXPERIENCE] * len(experience) + [Role.PROMPT] * len(prompt)
         acts = np.array([*roles, *[Role.ACTION] * len(action)], np.uint8)
         one = Sequence(
             tokens=np.array(before + action, np.int32),
             roles=acts,
             turns=np.where(acts == Role.ACTION, 0, -1).astype(np.int16),
-            logprobs=np.r_[np.zeros(len(before)), self.logprobs(before, action)].astype(np.float32),
+            logprobs=np.r_[
+                np.zeros(len(before)), self.logprobs(prompt if bare else before, action)
+            ].astype(np.float32),
             versions=[VersionRun(weights=WEIGHTS, tokens=len(action))],
         )
         return Trajectory(
@@ -177,6 +181,7 @@ def trained(
         stages=[StageConfig(kind="rl", steps=steps)],
     )
     made = updater(settings, run_dir)
+    made.enter(stage_config(settings, 0), LearnerState(lineage=1))
     doors, results, stage = Doors(made), [], stage_config(settings, 0)
     for take in range(steps):
         state = LearnerState(lineage=1, take=take, stage_take=take)
@@ -217,6 +222,51 @@ def test_a_guided_policy_teaches_the_bare_one_and_reads_on(reader, tmp_path):
     assert not any("offpolicy_guided/tokens" in found for found in results)
     untaught, _ = trained(reader, tmp_path, internalise="none")
     assert untaught.memorised() <= 0.01
+
+
+def test_a_bare_policy_is_scored_by_its_context_with_experience(reader, tmp_path):
+    """Its tokens train without a correction, as it has sampled them without the experience."""
+    how = {"internalise": "distill", "distill_on": "bare", "distill_teacher": "reference"}
+    doors, results = trained(reader, tmp_path, loss_coef=0.0, **how)
+    assert doors.memorised() >= 0.3
+    kl = [found["experience/distill_kl"] for found in results]
+    assert kl[-1] < kl[0]
+    assert not any("offpolicy_guided/tokens" in found for found in results)
+
+
+def test_a_reference_teaches_as_it_was_at_the_stages_beginning(reader, tmp_path):
+    how = {"internalise": "distill", "distill_teacher": "reference", "loss_coef": 0.0}
+    doors, results = trained(reader, tmp_path, **how)
+    assert doors.made.reference is not None and doors.memorised() >= 0.5
+    kl = [found["experience/distill_kl"] for found in results]
+    assert kl[0] > 1 > 0.1 > kl[-1]
+    with torch.no_grad():
+        for weight in doors.made.model.parameters():
+            weight.zero_()  # the policy knows nothing any more, the reference does
+    ended = LearnerState(lineage=1, take=60, stage_take=60)
+    stage = stage_config(doors.made.config, 0)
+    found = doors.made.step("rl", stage, doors.groups(60, 4), ended, FORKS, 61).metrics
+    assert found["experience/distill_kl"] > 1
+
+
+def test_failed_episodes_teach_nothing_where_solved_ones_alone_do(reader, tmp_path, monkeypatch):
+    how = {"steps": 1, "internalise": "distill", "distill_on": "solved"}
+    _, (solved,) = trained(reader, tmp_path, **how)
+    assert solved["experience/distill_kl"] > 1
+    member = Doors.member
+    monkeypatch.setattr(
+        Doors, "member", lambda *given: msgspec.structs.replace(member(*given), success=False)
+    )
+    _, (failed,) = trained(reader, tmp_path / "failed", **how)
+    assert "experience/distill_kl" not in failed
+
+
+def test_a_loss_of_its_own_beside_it_can_be_left_out(reader, tmp_path):
+    how = {"steps": 1, "internalise": "distill"}
+    _, (both,) = trained(reader, tmp_path, **how)
+    _, (alone,) = trained(reader, tmp_path / "alone", loss_coef=0.0, **how)
+    assert alone["loss/distill"] == both["loss/distill"]
+    assert alone["loss/grad_norm"] != both["loss/grad_norm"]
 
 
 def test_a_part_that_keeps_its_context_keeps_reading_alive(reader, tmp_path):

@@ -29,9 +29,10 @@ class Told(list[messages.Counters]):
 
 
 def contribution(
-    *episodes: Transcript, split: str = "train", query: str = "walk to the goal"
+    *episodes: Transcript, split: str = "train", query: str = "walk to the goal", stage: int = 0
 ) -> messages.Contribute:
-    return messages.Contribute(task_id="t", query=query, split=split, episodes=list(episodes))
+    about = {"stage": stage, "task_id": "t", "query": query, "split": split}
+    return messages.Contribute(**about, episodes=list(episodes))
 
 
 WON = episode("a=right", "b=down", success=True, number=0)

@@ -205,11 +205,13 @@ class Adviser:
     def __init__(self, text: str = "go right <|im_end|>") -> None:
         self.text = text
         self.asked: list[str] = []
+        self.states: list[str] = []
         self.unguided = 0
 
-    async def advise(self, query: str) -> Advice:
+    async def advise(self, query: str, state: str) -> Advice:
         self.asked.append(query)
-        return Advice(text=self.text, ids=(7, 9))
+        self.states.append(state)
+        return Advice(text=self.text.format(state=state), ids=(7, 9))
 
     def count_unguided(self) -> None:
         self.unguided += 1

@@ -93,6 +93,19 @@ def guidance(config: Config) -> Iterator[tuple[str, str]]:
     if guided_members(config) == rollout.group_size and rollout.guided == "adaptive":
         reason = "rollout.guided=adaptive compares them with guided ones"
         yield "rollout.guided_fraction", f"must leave members unguided: {reason}, is {share}"
+    experience = config.experience
+    if experience.kind == "none" or not guided_members(config):
+        return
+    if experience.injection == "step" and config.rollout.format == "native":
+        reason = "the template writes the messages of rollout.format=native"
+        yield "experience.injection", f"must be episode: {reason}"
+    if experience.by_reference and config.learner.ranks > 1:
+        reason = "a reference that learner.ranks share cannot teach"
+        yield "experience.distill_teacher", f"must be policy: {reason}"
+    withheld = experience.internalise == "distill" and experience.distill_on == "bare"
+    if withheld and rollout.guided != "fixed":
+        reason = "experience.distill_on=bare shows none to the members that it guides"
+        yield "rollout.guided", f"must be fixed: {reason}, is {rollout.guided}"
 
 
 def reward(config: Config) -> Iterator[tuple[str, str]]:

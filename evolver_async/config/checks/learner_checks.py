@@ -55,7 +55,9 @@ def groups(config: Config) -> Iterator[tuple[str, str]]:
         if size == 1 and section.facts.compares:
             reason = f"{name}.kind={section.kind} compares members of a group"
             yield "rollout.group_size", f"must be at least 2: {reason}"
-    if config.experience.kind != "none" and config.experience.internalise == "distill":
+    experience = config.experience
+    distills = experience.kind != "none" and experience.internalise == "distill"
+    if distills and experience.distill_on != "bare":
         guided = guided_members(config)
         if advantage.facts.compares and 1 in (guided, size - guided):
             reason = "distill compares guided members with each other, and so the others"

@@ -19,7 +19,8 @@ from evolver_async.extension import is_own
 Inert = Iterator[tuple[str, str]]
 
 EMBEDDING = ("embedder", "dimensions", "embedding.url", "embedding.model", "embedding.key_env")
-INTERNALISING = ("internalise", "strip_fraction", "distill_coef", "reliance_coef", "keep_copied")
+DISTILLING = ("distill_coef", "distill_on", "distill_teacher", "loss_coef")
+INTERNALISING = ("internalise", "strip_fraction", *DISTILLING, "reliance_coef", "keep_copied")
 STRIPPING = (
     *("experience.strip_fraction", "experience.reliance_coef"),
     *("loss.boost", "correction.guided"),
@@ -38,7 +39,7 @@ LOSSES = {  # keys of `loss` that stages of preferences read
     **{kind: (*ENTROPY, *names, "mask_truncated") for kind, names in OF_KINDS.items()},
 }
 OF_RL = ("advantage", "correction", "critic")
-OF_ADVANTAGES = ("distill_coef", "reliance_coef")  # keys of `experience` that rl stages alone read
+OF_ADVANTAGES = (*DISTILLING, "reliance_coef")  # keys of `experience` that rl stages alone read
 # keys of `selection` that stages of preferences read
 REFILLS = ("kind", "by", "max_refills", "max_empty")
 OF_ROLLOUTS = {  # keys that act on groups that the policy played
@@ -99,7 +100,7 @@ def refreshes_nothing(config: Config, stage: StageConfig) -> str:
         return f"a {stage.kind} stage always starts with the current policy as its reference"
     if stage.kind in (*SUPERVISED, "reward_model"):
         return f"a stage of kind {stage.kind} reads no reference"
-    return "" if config.loss.kl_coef else "loss.kl_coef=0"
+    return "" if config.reads_reference else "loss.kl_coef=0"
 
 
 def named_sets(config: Config) -> list[str]:
@@ -156,7 +157,7 @@ def _experience(config: Config) -> Inert:
         yield "rollout.guided", f"rollout.guided_fraction={share:g}"
     why = f"experience.internalise={experience.internalise}"
     if experience.internalise != "distill":
-        yield "experience.distill_coef", why
+        yield from _named("experience", DISTILLING, why)
     if experience.internalise != "strip":
         yield from ((key, why) for key in STRIPPING)
     if experience.internalise == "none":

@@ -80,3 +80,8 @@ class Config:
     metrics: Annotated[MetricsConfig, Scope.RUN] = field(default_factory=MetricsConfig)
     launch: Annotated[LaunchConfig, Scope.RUN] = field(default_factory=LaunchConfig)
     security: Annotated[SecurityConfig, Scope.RUN] = field(default_factory=SecurityConfig)
+
+    @property
+    def reads_reference(self) -> bool:
+        """True if an rl stage with this configuration reads the reference."""
+        return self.loss.kl_coef > 0 or self.experience.by_reference

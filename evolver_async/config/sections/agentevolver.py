@@ -71,18 +71,35 @@ class ExperienceConfig:
     strip_fraction: Annotated[PositiveFraction, Scope.LEARNER] = 1.0
     # distill: weight of the KL from the guided context
     distill_coef: Annotated[Positive, Scope.LEARNER] = 1.0
+    # distill: trajectories whose guided context teaches: all that were sampled in it (guided), the
+    # successful ones of them (solved), or those of guided members that were sampled without their
+    # experience (bare); the KL is the reverse one for bare, else the forward one
+    distill_on: Annotated[Literal["guided", "solved", "bare"], Scope.STAGE] = "guided"
+    # distill: the teacher, the policy of the update, or the reference: the one at the beginning of
+    # the run's first rl stage, or of the newest with refresh_reference
+    distill_teacher: Annotated[Literal["policy", "reference"], Scope.LEARNER] = "policy"
+    # distill: weight of the stage's own loss beside it; 0: distillation alone
+    loss_coef: Annotated[float, Scope.LEARNER] = 1.0
     # strip: advantages are multiplied by exp(-this * reliance), the log-prob per token that the
     # experience was worth; 0: no weights
     reliance_coef: Annotated[float, Scope.LEARNER] = 0.0
     # a guided trajectory keeps its context if an action copies so many consecutive characters that
     # only the experience holds; 0: none does
     keep_copied: Annotated[int, Scope.LEARNER] = 0
+    # entries tell what one group found (instance), or what several similar tasks have in common
+    # (principle)
+    granularity: Literal["instance", "principle"] = "instance"
+    # an episode is guided once, for its task (episode), or before every turn, for what the turn
+    # observes (step)
+    injection: Literal["episode", "step"] = "episode"
+    # the pool is emptied when the first group of the stage is contributed
+    renew: Annotated[bool, Scope.STAGE] = False
     # hash (n-grams), endpoint (that of experience.embedding), a sentence-transformers directory, or
     # package.module:function of a list of texts that returns one vector a text; also for
     # questioning's filter
     embedder: Annotated[str, FilePath(but=("hash", "endpoint"), own=True)] = "hash"
     dimensions: Annotated[int, Range(ge=8)] = 256  # hash: of a vector
-    top_k: Count = 5  # entries that guide an episode
+    top_k: Count = 5  # entries that guide an episode, or a turn
     similarity: Fraction = 0.5  # least cosine between an entry's when_to_use and the task
     # cosine above which a new entry is a duplicate; 0: 0.95 for hash, else 0.5
     dedup: Fraction = 0.0
@@ -93,12 +110,18 @@ class ExperienceConfig:
     # ... after which it is retired if its success per use (with one success in two uses added) is
     # below this share of the success of unguided members in the same groups
     retire_utility: Fraction = 0.1
-    max_chars: Count = 2_000  # of the guidance of one episode
+    max_chars: Count = 2_000  # of the guidance of one episode, or of a turn
     timeout_s: Positive = 2.0  # without an answer by then an episode is not guided
     rewrite: bool = False  # llm: merge the retrieved entries into one text for the task
     address: str = ""  # ipc:// or tcp:// address; "" makes an ipc socket beside the buffer's
     embedding: EmbeddingConfig = field(default_factory=EmbeddingConfig)
     llm: LlmConfig = field(default_factory=LlmConfig)
+
+    @property
+    def by_reference(self) -> bool:
+        """True if the reference teaches the contexts without experience."""
+        distills = self.kind != "none" and self.internalise == "distill"
+        return distills and self.distill_teacher == "reference"
 
     @property
     def pooled(self) -> bool:

@@ -19,11 +19,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from actors.checks.config import check
-from actors.experience.contrast import contrast_items
+from actors.experience.contrast import contrast_items, principles
 from actors.experience.embed import HashEmbedder, embed
 from actors.experience.experience_service import ExperienceService
 from actors.experience.pool import MAX_ALIKE, ExperiencePool, Item
 from actors.experience.pool_file import FILE, Store, copy_pool
+from actors.experience.successes import SolvedGroup
 from actors.experience.templates import contrast
 from actors.formats.chat import Chat
 from actors.llm.quoting import MAX_CHARS, plain, quoted_lines
@@ -746,6 +747,71 @@ def test_entries_are_compared_only_with_unguided_members_beside_guided_ones(
     beside = [episode("b=down", success=n == 3, number=n) for n in (3, 4, 5, 6)]
     service.handle("actor-0", contribution(guided, *beside), 0.0)
     assert service.counters()["experience/unguided_rate"] == pytest.approx(1 / 4)
+
+
+def lake(name: str, *steps: str, source: str = "a") -> SolvedGroup:
+    return SolvedGroup(source, f"cross the {name} lake", [episode(*steps, success=True)])
+
+
+def test_a_principle_is_what_several_tasks_agree_on_and_is_found_by_what_they_share() -> None:
+    solved = [lake("red", "a=right", "b=down"), lake("blue", "a=right", "b=up", source="b")]
+    failed = [episode("a=left", success=False), episode("a=right", "b=left", success=False)]
+    (found,) = principles(failed, solved)
+    assert (found.state, found.content) == ("a", contrast("a", "right", "left"))
+    assert found.when_to_use == "cross the lake" and found.teacher == "a\nb"
+    assert principles(failed, solved[:1]) == [], "one task is an instance"
+    rare = [lake("red", "b=down"), lake("blue", "b=down"), lake("old", "b=up")]
+    assert principles(failed, rare) == [], "a third of the tasks did otherwise"
+    assert len(principles(failed, [*rare, lake("new", "b=down")])) == 1
+
+
+def test_principles_come_of_several_tasks_and_go_with_each_that_taught_them(
+    open_pool: Callable[..., ExperiencePool],
+) -> None:
+    config = ExperienceConfig(kind="contrast", similarity=0.5, granularity="principle")
+    service = ExperienceService(open_pool(), config, Told())
+    for number, name in enumerate(("red", "blue")):
+        assert len(service.pool) == 0
+        query = f"walk to the {name} goal"
+        won = episode("b=down", success=True, number=2 * number)
+        lost = episode("b=left", success=False, number=2 * number + 1)
+        service.handle(f"actor-{number}", contribution(won, lost, query=query), 0.0)
+    assert guidance(service).texts == ["b down not left"]
+    service.handle("purge-1", messages.Purge(source="actor-0"), 0.0)
+    assert guidance(service).texts == []
+
+
+def test_a_turn_is_guided_by_entries_of_its_state_and_by_those_of_all(
+    open_pool: Callable[..., ExperiencePool],
+) -> None:
+    pool = open_pool()
+    pool.add([item(1, "a"), item(2, "b"), item(3)], "actor-0", [])
+    (found,) = pool.retrieve_all(["walk to the goal"], 5, 0.5, ["b"])
+    assert {entry.state for entry in found} == {"b", ""}
+    assert len(pool.retrieve("walk to the goal", 5, 0.5)) == 3
+
+
+def test_a_stage_that_renews_begins_with_an_empty_pool(
+    open_pool: Callable[..., ExperiencePool],
+) -> None:
+    def won_and_lost(number: int) -> tuple[Transcript, Transcript]:
+        won = episode("b=down", success=True, number=number)
+        return won, episode("b=left", success=False, number=number + 1)
+
+    config = ExperienceConfig(kind="contrast", similarity=0.9)
+    service = ExperienceService(open_pool(), config, Told(), renewing=[1, 3])
+    for number, stage in enumerate((0, 1, 2)):
+        service.handle("actor-0", contribution(*won_and_lost(2 * number), stage=stage), 0.0)
+    assert service.pool.store.groups == 3 and list(service.pool.entries) == [2]
+    solved = episode("c=up", success=True, number=9)
+    service.handle("actor-0", contribution(solved, stage=3), 0.0)
+    assert len(service.pool) == 0 and len(service.pool.successes) == 1
+    service.handle("actor-0", contribution(*won_and_lost(20), stage=2), 0.0)
+    assert len(service.pool) == 0, "what an earlier policy did late is not meant"
+    service.close()
+    again = ExperienceService(open_pool(), config, Told(), renewing=[1, 3])
+    again.handle("actor-0", contribution(*won_and_lost(30), stage=3), 0.0)
+    assert len(again.pool) == 1 and len(again.pool.successes) == 1, "it is emptied once"
 
 
 def test_a_source_is_purged_through_the_wire(service: ExperienceService) -> None:

@@ -143,6 +143,7 @@ def test_a_long_state_leaves_room_for_the_actions(tmp_path: Path) -> None:
         service = build(config(max_chars=200), tmp_path, Told())
         async with local(service) as guide:
             request = messages.Contribute(
+                stage=0,
                 task_id="t",
                 query=QUERY,
                 split="train",
@@ -286,7 +287,7 @@ def test_a_group_of_any_size_fits_into_a_message(letter: str, members: int, turn
     longest = min(turns, guides.GROUP_TURNS // members)
     assert [len(one.turns) for one in cut] == members * [longest]
     query = guides.QUERY_CHARS * letter
-    about = {"task_id": "t", "query": query, "split": "train"}
+    about = {"stage": 0, "task_id": "t", "query": query, "split": "train"}
     pack(Envelope("run", "actor-0", 0, 1, messages.Contribute(**about, episodes=cut)))
     assert shortened([WON]) == [WON]
 

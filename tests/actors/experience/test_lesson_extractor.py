@@ -73,6 +73,7 @@ def proper(body: dict[str, Any]) -> str:
         lesson_prompts.FAILURE,
         lesson_prompts.COMPARISON,
         lesson_prompts.ELSEWHERE,
+        lesson_prompts.PRINCIPLE,
     )
     number = next(n for n, kind in enumerate(kinds) if asked.startswith(kind))
     return f"```json\n{json.dumps([lesson(number), lesson(number + 10)])}\n```"
@@ -128,6 +129,23 @@ def test_lessons_of_three_kinds_are_rated_and_the_good_ones_kept(
     assert {entry.score for entry in service.pool.entries.values()} == {0.9}
     assert counted["experience/rejected"] == 2 and counted["experience/calls"] == 4
     assert texts(service) and len(texts(service) or []) == 4
+
+
+def test_principles_are_asked_for_with_successes_of_other_tasks(
+    make: Callable[..., ExperienceService],
+) -> None:
+    with OpenAIServer(otherwise=proper) as server:
+        service = make(server, granularity="principle")
+        service.handle("actor-1", contribution(WON, LOST, query=f"{TASK} again"), 0.0)
+        assert settle(service)["experience/calls"] == 0, "one task has no principles"
+        lost = episode("a=left", success=False, number=2)
+        service.handle("actor-0", contribution(lost, query=TASK), 0.0)
+        settle(service)
+    asked = [call.body["messages"][1]["content"] for call in server.calls]
+    assert len(asked) == 2 and asked[0].startswith(lesson_prompts.PRINCIPLE)
+    (other,) = json.loads(asked[0][asked[0].index("\n\n") :])["others"]
+    assert other["task"] == f"{TASK} again" and other["episode"]["solved"]
+    assert {entry.teacher for entry in service.pool.entries.values()} == {"actor-1"}
 
 
 def test_an_episode_that_teaches_nothing_is_left_out(

@@ -164,6 +164,41 @@ def test_experience_is_in_every_context_and_stripped_from_each(context: str) -> 
         assert experience == CHAT.experience("go right <|im_end|>")
 
 
+@pytest.mark.parametrize("end", ["", "<|im_end|>"])
+@pytest.mark.parametrize("context", ["full", "window", "single"])
+def test_a_turn_is_guided_by_what_it_observes_and_stripped_like_a_bare_one(
+    context: str, end: str
+) -> None:
+    both = msgspec.structs.replace(corridor(members=2, length=4), guided=[1])
+    engine = FakeEngine({f"0/{member}/0": say(*[RIGHT + end] * 4) for member in (0, 1)})
+    adviser = Adviser("go from {state}")
+    done = play(both, setting(context=context, window=1, stepwise=True), engine, adviser)
+    plain, guided = [finished.trajectory for finished in done]
+    assert adviser.states == ["at 0", "at 1", "at 2", "at 3"]
+    assert adviser.asked == ["at 0", *(f"at 0\nat {turn}" for turn in (1, 2, 3))]
+    for bare, shown in zip(plain.sequences, guided.sequences, strict=True):
+        assert stripped(shown).tokens.tolist() == bare.tokens.tolist()
+    requests = [one.tokens for one in engine.requests if one.session == "0/1/0"]
+    for turn, request in enumerate(requests):
+        newest = TOKENIZER.decode(request).rpartition("<|im_start|>user\n")[2]
+        assert newest.startswith(f"<experience>\ngo from at {turn}\n</experience>\n")
+    assert guided.experience_ids == [7, 9]
+
+
+@pytest.mark.parametrize("stepwise", [False, True])
+def test_a_withheld_experience_is_recorded_and_not_seen(stepwise: bool) -> None:
+    both = msgspec.structs.replace(corridor(members=2, length=3), guided=[1])
+    engine = FakeEngine({f"0/{member}/0": say(*[RIGHT] * 3) for member in (0, 1)})
+    how = setting(stepwise=stepwise, withholds=True)
+    done = play(both, how, engine, Adviser("go from {state}"))
+    plain, guided = [finished.trajectory for finished in done]
+    seen = {one.session: one.tokens for one in engine.requests}
+    assert seen["0/1/0"] == seen["0/0/0"]
+    (shown,), (bare,) = guided.sequences, plain.sequences
+    assert shown.guided and stripped(shown).tokens.tolist() == bare.tokens.tolist()
+    assert guided.experience_ids == [], "they were of no use"
+
+
 def test_tools_are_listed_called_and_answered_in_messages() -> None:
     engine = FakeEngine({"0/0/0": say(CALL, f"<answer>{ANSWER}</answer>")})
     (finished,) = play(abacus(), styled("tool_call", recorded=True), engine, Adviser())

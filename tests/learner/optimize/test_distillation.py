@@ -19,8 +19,8 @@ from learner.ranks.mesh import alone
 
 TEACHES = Internalise(1.0, 0, teaches=True)
 
-# coef, temperature, chunk, aggregation, norm_tokens, layout
-SETTINGS = (0.7, 0.8, 4096, "token_mean", 1024, "padded")
+# kind, coef, temperature, chunk, aggregation, norm_tokens, layout, reference
+SETTINGS = ("forward", 0.7, 0.8, 4096, "token_mean", 1024, "padded", None)
 
 
 @pytest.fixture(scope="module")
