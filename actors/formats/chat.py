@@ -463,8 +463,13 @@ class Stream:
         )
 
     def stored(self) -> StoredStream:
-        arrays = array("i", self.tokens), self._roles, self._turns, self._logprobs
-        return StoredStream(*(one.tobytes() for one in arrays), self._weights)
+        return StoredStream(
+            array("i", self.tokens).tobytes(),
+            self._roles.tobytes(),
+            self._turns.tobytes(),
+            self._logprobs.tobytes(),
+            self._weights,
+        )
 
     def restore(self, stored: StoredStream) -> None:
         """Fill an empty stream."""

@@ -19,7 +19,7 @@ QUESTIONS = ("What", "Who", "Whom", "Whose", "Whether", "Where", "How", "Which",
 FLOORS = (
     (
         *("errors", "files", "room", "durations", "intervals", "randomness", "extension"),
-        *("splits", "terminal"),
+        *("splits", "terminal", "version"),
     ),
     ("schema", "env", "file_formats"),
     ("lineages", "rewards"),

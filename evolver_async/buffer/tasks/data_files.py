@@ -95,7 +95,7 @@ class DataTasks:
     def task(self, split: Split, number: int) -> Task:
         """Make the task of a row, or of a group."""
         if not self.members:
-            return self._of_row(self.rows.index(split, number))
+            return self._of_row(self.rows.index(split, number), split)
         return Task(
             task_id=self.task_id(split, number),
             env=self.env,
@@ -111,7 +111,7 @@ class DataTasks:
             return int(grouped[starts[number]])
         return self.rows.index(split, number)
 
-    def _of_row(self, index: int) -> Task:
+    def _of_row(self, index: int, split: Split = "train") -> Task:
         """Make the task of a row; one that is no object in JSON, or holds what the wire does not
         carry, has the problem as text instead."""
         try:
@@ -122,7 +122,7 @@ class DataTasks:
         return Task(
             task_id=self.rows.where(index),
             env=self.env,
-            split="train",
+            split=split,
             map_seed=index,
             origin="recorded",
             query=problem,
@@ -133,7 +133,7 @@ class DataTasks:
         """Make tasks of the first rows and of some others, each by itself."""
         count = self.rows.meta.counts.get(split, 0)
         numbers = {*range(min(LOOKED_AT, count)), *spread(count)}
-        return [self._of_row(self.rows.index(split, number)) for number in sorted(numbers)]
+        return [self._of_row(self.rows.index(split, number), split) for number in sorted(numbers)]
 
 
 @lru_cache(maxsize=8)

@@ -4,7 +4,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from evolver_async.buffer.log.reader import JournalReader
-from evolver_async.runs.results.group_histories import GroupHistory, GroupUse, MemberHistory, RunHistory
+from evolver_async.runs.results.group_histories import (
+    GroupHistory,
+    GroupUse,
+    MemberHistory,
+    RunHistory,
+)
 from evolver_async.schema import Kind, Task, Trajectory, WeightId
 
 
