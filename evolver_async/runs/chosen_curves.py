@@ -1,4 +1,4 @@
-"""Curves that are shown of a run, by section: the report draws them all, the terminal some of them."""
+"""Curves that are shown of a run, by section: the report draws them all, the terminal some."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -247,7 +247,7 @@ ENGINE = (
 class Mechanism:
     """Curves of one mechanism; a run with none of `marks` does not show it.
 
-    `name`: that of its text in `watch/row_texts.py`. `meaning`: a sentence on how to read the curves.
+    `name`: that of its text in `watch/row_texts.py`. `meaning`: a sentence on how to read them.
     """
 
     name: str

@@ -4,9 +4,9 @@ from typing import Any
 
 from rich.text import Text
 
+from evolver_async.durations import duration
 from evolver_async.runs.dashboard.feed import RunSnapshot
 from evolver_async.runs.dashboard.lines import DIM, GAP, table, title, wrapped
-from evolver_async.durations import duration
 from evolver_async.terminal import plain
 
 STYLES = {

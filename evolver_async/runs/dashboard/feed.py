@@ -21,13 +21,13 @@ from evolver_async.process.rendezvous import keys_of
 from evolver_async.runs.results.events import RunEvent, events, restarts_logged
 from evolver_async.runs.results.final_ledger import NoLedger, final_ledger
 from evolver_async.runs.results.table import MetricTable
-from evolver_async.terminal import plain
-from evolver_async.wire.client import Rejected
 from evolver_async.runs.watch.live import exact_values, steps_of
 from evolver_async.runs.watch.runs import END, Ending, best_of, digests, ending_of, evaluations
 from evolver_async.runs.watch.status_text import ask
 from evolver_async.runs.watch.throughput import Setup
 from evolver_async.runs.watch.view import View
+from evolver_async.terminal import plain
+from evolver_async.wire.client import Rejected
 
 ASK_S = 2.0  # for an answer to STATUS
 SEARCHED_LINES = 100  # of a log, for its last warning

@@ -2,13 +2,13 @@
 
 from rich.text import Text
 
-from evolver_async.runs.dashboard.feed import RunSnapshot
-from evolver_async.runs.dashboard.lines import DIM, title, wrapped
 from evolver_async.durations import duration
 from evolver_async.metrics.alarm_rows import firing
+from evolver_async.runs.dashboard.feed import RunSnapshot
+from evolver_async.runs.dashboard.lines import DIM, title, wrapped
 from evolver_async.runs.results.events import SHOWN
-from evolver_async.terminal import plain
 from evolver_async.runs.watch.status_text import longest_stall, waits_of
+from evolver_async.terminal import plain
 
 STYLES = {"alarm": "yellow", "failure": "red", "rollback": "magenta", "restart": "magenta"}
 

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 import numpy as np
 from rich.text import Text
 
+from evolver_async.durations import clock
 from evolver_async.runs.chosen_curves import OVERVIEW, Curve
+from evolver_async.runs.dashboard.braille import PlotLine, curve, number, trailing_mean
 from evolver_async.runs.dashboard.feed import RunSnapshot
 from evolver_async.runs.dashboard.lines import DIM, beside, title
-from evolver_async.runs.dashboard.braille import PlotLine, curve, number, trailing_mean
-from evolver_async.durations import clock
 from evolver_async.runs.results.table import MetricTable
-from evolver_async.schema import Array
 from evolver_async.runs.watch import row_texts as texts
+from evolver_async.schema import Array
 
 LEAST_WIDTH, LEAST_HEIGHT = 38, 8  # of one curve, its title included
 RAW, SMOOTH, EVALUATED, BESIDE = "cyan", "bright_cyan", "bright_green", "yellow"

@@ -7,10 +7,10 @@ import numpy as np
 from rich.text import Text
 
 from evolver_async.runs.chosen_curves import OFFPOLICY
+from evolver_async.runs.dashboard.braille import bar, number
 from evolver_async.runs.dashboard.feed import RunSnapshot
 from evolver_async.runs.dashboard.lines import DIM, beside, table, title
 from evolver_async.runs.dashboard.overview import PlotOptions, charts
-from evolver_async.runs.dashboard.braille import bar, number
 from evolver_async.runs.results.table import MetricTable
 
 RECENT = 20  # steps

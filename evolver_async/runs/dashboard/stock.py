@@ -6,10 +6,10 @@ from typing import Any
 from rich.text import Text
 
 from evolver_async.runs.chosen_curves import EVICTED, GROUPS
+from evolver_async.runs.dashboard.braille import bar
 from evolver_async.runs.dashboard.feed import RunSnapshot
 from evolver_async.runs.dashboard.lines import DIM, beside, natural_width, table, title, wrapped
 from evolver_async.runs.dashboard.overview import PlotOptions, charts
-from evolver_async.runs.dashboard.braille import bar
 
 HELD = ("open", "ready", "taken")
 CLOSED = ("trained", "filtered", "evicted")

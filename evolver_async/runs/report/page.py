@@ -18,9 +18,9 @@ from typing import Any
 from evolver_async.config import ConfigError
 from evolver_async.files import make_own
 from evolver_async.runs.report.browser import TrajectoryPages
+from evolver_async.runs.report.page_tables import Link, Table
 from evolver_async.runs.report.plots import document
 from evolver_async.runs.report.sections import PageSection
-from evolver_async.runs.report.page_tables import Link, Table
 
 PARTS = "trajectories"  # the folder of script files beside a page
 MARK = b'<meta name="generator" content="evolver_async report">'  # in the head of every page

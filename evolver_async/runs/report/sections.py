@@ -7,25 +7,25 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from evolver_async.config import Config
+from evolver_async.config.arguments import text_of
 from evolver_async.config.load import to_dict
 from evolver_async.config.rerun_changes import changed_values
 from evolver_async.config.secrets import without_secrets
 from evolver_async.metrics.activity import LEARNER
 from evolver_async.runs.chosen_curves import (
-    Curve,
     DATA,
     LEARNING,
     MECHANISMS,
     OFFPOLICY,
     PUBLISHING,
+    Curve,
 )
+from evolver_async.runs.report.page_tables import Table, fates_table
 from evolver_async.runs.report.plots import bars
 from evolver_async.runs.report.plots.curve_plots import CurveBoard, Figure
-from evolver_async.runs.report.page_tables import Table, fates_table
 from evolver_async.runs.results.events import SHOWN
 from evolver_async.runs.results.loaded_run import RunResults
 from evolver_async.runs.results.trajectories import RecordedTrajectory
-from evolver_async.config.arguments import text_of
 from evolver_async.runs.watch import row_texts
 from evolver_async.runs.watch.throughput import TimeBudget
 

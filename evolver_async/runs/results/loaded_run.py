@@ -24,8 +24,8 @@ from evolver_async.runs.results.group_histories import RunHistory
 from evolver_async.runs.results.reading_progress import ProgressReceiver, unheard
 from evolver_async.runs.results.table import MetricTable
 from evolver_async.runs.results.trajectories import RecordedTrajectory, trajectories
-from evolver_async.schema import Role, Sequence
 from evolver_async.runs.watch.runs import Ending, ending_of
+from evolver_async.schema import Role, Sequence
 
 if TYPE_CHECKING:
     import pandas

@@ -28,13 +28,13 @@ from evolver_async.metrics.newest_lineage import current_rows
 from evolver_async.metrics.tail import Tail
 from evolver_async.metrics.wandb_process import url_of
 from evolver_async.process.rendezvous import keys_of
-from evolver_async.terminal import say
-from evolver_async.terminal.console import SafeConsole
-from evolver_async.wire.client import Rejected
 from evolver_async.runs.watch.runs import END, is_running
 from evolver_async.runs.watch.status_text import ask
 from evolver_async.runs.watch.throughput import Setup
 from evolver_async.runs.watch.view import SHOWN, ExactValues, View
+from evolver_async.terminal import say
+from evolver_async.terminal.console import SafeConsole
+from evolver_async.wire.client import Rejected
 
 POLL_S = 0.5
 ASK_S = 2.0  # between two requests for STATUS

@@ -39,10 +39,10 @@ from evolver_async.launch.run_directory import address_of
 from evolver_async.launch.scaling import waited
 from evolver_async.metrics.newest_lineage import RowKey, key_of, supersedes
 from evolver_async.metrics.tail import Tail
-from evolver_async.process.rendezvous import keys_of
 from evolver_async.process.http_address import naming
-from evolver_async.wire.client import Rejected
+from evolver_async.process.rendezvous import keys_of
 from evolver_async.runs.watch.status_text import ask
+from evolver_async.wire.client import Rejected
 
 ASK_S = 2.0  # for an answer to STATUS
 MOST_CLIENTS = 16  # connections at a time; further ones are closed at once

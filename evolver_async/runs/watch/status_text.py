@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from evolver_async.buffer.monitor.stalls import stall_text
-from evolver_async.wire.failure_totals import FailureTotal
-from evolver_async.wire.messages import StatusRequest
 from evolver_async.terminal import plain
 from evolver_async.wire.dealer import DealerClient
+from evolver_async.wire.failure_totals import FailureTotal
+from evolver_async.wire.messages import StatusRequest
 
 SHOWN = 3  # quarantined tasks
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from evolver_async.buffer.monitor.stalls import BusyProcess
 from evolver_async.durations import clock
-from evolver_async.terminal import plain
 from evolver_async.runs.watch.status_text import stalls_of
+from evolver_async.terminal import plain
 
 FIRST_S = 30.0  # of a step, or of an evaluation, until its first line
 PAUSE_S = 60.0  # between two reports of a state, doubled each time

@@ -17,11 +17,11 @@ from rich.text import Text
 from evolver_async.durations import clock
 from evolver_async.metrics.alarm_rows import firing
 from evolver_async.metrics.newest_lineage import RowKey, key_of, supersedes
-from evolver_async.wire.failure_totals import FailureTotal
 from evolver_async.runs.watch import throughput
 from evolver_async.runs.watch.row_texts import eval_sets_of, mechanisms, number, played, validation
-from evolver_async.runs.watch.step_progress import StateLines, Status, first_eta, step_text
 from evolver_async.runs.watch.status_text import failures_of, longest_stall, waits_of
+from evolver_async.runs.watch.step_progress import StateLines, Status, first_eta, step_text
+from evolver_async.wire.failure_totals import FailureTotal
 
 ExactValues = Mapping[tuple[Any, Any], Mapping[str, float]]  # by stage and episodes
 

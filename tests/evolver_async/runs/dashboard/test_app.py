@@ -17,13 +17,13 @@ from textual.pilot import Pilot
 
 from evolver_async.config import Config, StageConfig
 from evolver_async.config.load import dump
-from evolver_async.runs.dashboard.app import VIEWS, RunDashboard
-from evolver_async.runs.dashboard.feed import RunFeed, Status
 from evolver_async.launch.run_directory import locked, pause
 from evolver_async.metrics.replies import SavedReply, save
+from evolver_async.runs.dashboard.app import VIEWS, RunDashboard
+from evolver_async.runs.dashboard.feed import RunFeed, Status
+from evolver_async.runs.watch.runs import end
 from evolver_async.wire import messages
 from evolver_async.wire.failure_totals import FailureTotal
-from evolver_async.runs.watch.runs import end
 
 SIZES = [(80, 24), (200, 60)]
 LAGS = {

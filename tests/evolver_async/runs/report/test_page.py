@@ -17,14 +17,13 @@ from evolver_async.config.load import dump
 from evolver_async.metrics.replies import SavedReply
 from evolver_async.metrics.replies import save as save_replies
 from evolver_async.metrics.tail import Tail
-from evolver_async.wire.messages import Kept
-from evolver_async.runs.report import browser
-from evolver_async.runs.report import write
+from evolver_async.runs.report import browser, write
 from evolver_async.runs.report.browser import unpack
 from evolver_async.runs.report.sections import sections
 from evolver_async.runs.results import reading_progress
 from evolver_async.runs.results.loaded_run import load_run
 from evolver_async.schema import Role
+from evolver_async.wire.messages import Kept
 
 
 class Reading(HTMLParser):

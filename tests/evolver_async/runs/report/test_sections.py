@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 from reported_runs import SEGMENT_BYTES, MadeRun
 
-from evolver_async.wire.messages import Kept
 from evolver_async.runs.chosen_curves import Curve
 from evolver_async.runs.report.plots.curve_plots import POINTS, CurveBoard, Figure
 from evolver_async.runs.report.sections import _data, sections
 from evolver_async.runs.results.loaded_run import load_run
 from evolver_async.runs.results.table import MetricTable
+from evolver_async.wire.messages import Kept
 
 LONG = 30_000  # trajectories of a long run
 

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 from reported_runs import SEGMENT_BYTES, MadeRun
 
-from evolver_async.wire.messages import Kept
 from evolver_async.runs.results.loaded_run import RunResults, load_run
+from evolver_async.wire.messages import Kept
 
 
 @pytest.fixture

@@ -13,12 +13,12 @@ from evolver_async.launch.run_directory import record_origin
 from evolver_async.metrics.alerts import ALERTS, alert
 from evolver_async.metrics.newest_lineage import RowKey, supersedes
 from evolver_async.metrics.tail import Tail
-from evolver_async.terminal import plain
 from evolver_async.runs.watch import runs
 from evolver_async.runs.watch import view as view_module
 from evolver_async.runs.watch.live import shown, steps_of, watch
 from evolver_async.runs.watch.throughput import Setup
 from evolver_async.runs.watch.view import RECENT, View
+from evolver_async.terminal import plain
 
 ROW = {
     "lineage": 1,
