@@ -76,7 +76,7 @@ class Teacher(Court):
         self.graded.append((len(turns), ending))
         return next(self.given)
 
-    def contribute(self, task, query, transcripts) -> None:
+    def contribute(self, task, query, transcripts, stage) -> None:
         self.contributed.append((task.task_id, query, transcripts))
 
 

@@ -27,6 +27,7 @@ from learner.data.batch import Batch, LogProbs, Values
 from learner.data.collate import Lag, collate
 from learner.diagnostics.measure import fit_metrics
 from learner.loss.terms import value_loss
+from learner.optimize import step_passes
 from learner.optimize.critic import Critic
 from learner.ranks.mesh import alone
 from learner.state import LearnerState
@@ -217,11 +218,25 @@ def test_a_target_kl_bounds_the_policy_and_not_the_critic_that_warms_up(tiny, tm
     made_, state = updater(settings, tmp_path), LearnerState(lineage=1)
     assert take(made_, state)["learner/updates"] == settings.learner.minibatches == 2
     outcome = made_.step("rl", stage_config(settings, 0), data(), state, FORKS, 9)
-    assert outcome.updates == 1 and outcome.filtered.keys() == {"target_kl"}
+    assert outcome.updates == 0 and outcome.filtered.keys() == {"target_kl"}
     assert made_.critic is not None
     moved = (made_.optimizer, made_.critic.optimizer)
     left = [p.grad for one in moved for group in one.param_groups for p in group["params"]]
     assert left and all(grad is None for grad in left)
+
+
+def test_the_last_update_is_checked_within_the_measured_budget(tiny, tmp_path, monkeypatch):
+    """The probe of a budget needs gradients, the check of an update has none."""
+
+    def probed(probe, moved, ranks, most) -> int:
+        probe(most)
+        return 4096
+
+    monkeypatch.setattr(step_passes, "measured", probed)
+    settings = ppo(tiny, "separate")
+    settings.learner.token_budget, settings.loss.target_kl = 0, 1e6
+    made_, state = updater(settings, tmp_path), LearnerState(lineage=1)
+    assert take(made_, state)["learner/updates"] == settings.learner.minibatches
 
 
 @pytest.mark.parametrize("kind", KINDS)
