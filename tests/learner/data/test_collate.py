@@ -158,7 +158,7 @@ def test_trajectories_that_copy_keep_their_context_each_by_itself(teaches: bool)
     groups = make_groups(4, 3, 4, sequences=1)
     trajectories = [one for group in groups for one in group.trajectories]
     copied = {one.trajectory_id for one in trajectories[::3]}
-    strip = Internalise(1.0, 0, teaches, lambda one: one.trajectory_id in copied)
+    strip = Internalise(1.0, 0, teaches, copies=lambda one: one.trajectory_id in copied)
     batch = collated(groups, strip)
     expected = [(one.trajectory_id in copied, guided(one)) for one in trajectories]
     assert list(zip(batch.copied_P, batch.guided_P, strict=True)) == expected

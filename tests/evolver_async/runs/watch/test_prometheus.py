@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from launches import wait_for
 from prometheus_client.parser import text_string_to_metric_families
 
 from evolver_async.config import Config, ConfigError
@@ -152,6 +153,7 @@ def test_idle_clients_take_neither_files_nor_threads_of_the_launcher(
                     one.sendall(b"GET /metrics HTT")
                     assert one.recv(1) == b""
                 assert threading.active_count() <= before + 3
+        wait_for(lambda: threading.active_count() <= before, "the end of their threads")
         assert scraped(config.metrics.prometheus)["evolver_up"] == 0
 
 
