@@ -25,7 +25,7 @@ from evolver_async.buffer.tasks.data_files import ROWS, DataTasks
 from evolver_async.buffer.tasks.examples import THOUGHTS, RowExample, examples_of
 from evolver_async.buffer.tasks.logged import is_trajectory, trajectory_of
 from evolver_async.config import Config, ConfigError
-from evolver_async.model.tokenizer import load_tokenizer, tokenizer_hash
+from evolver_async.model.tokenizer import load_tokenizer, vocabulary_hash
 from evolver_async.schema import REWARD_ROUNDING, Group, Policy, Role, Sampling, Sequence, Ticket
 
 log = logging.getLogger(__name__)
@@ -67,8 +67,8 @@ class ConversationRenderer:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Fingerprint of the policy's tokenizer."""
-        return tokenizer_hash(self._policy)
+        """Fingerprint of the policy's tokens."""
+        return vocabulary_hash(self._policy)
 
     def members(self, row: dict[str, Any], kind: str) -> list[RowMember]:
         """Return the members that a row makes for a stage of this kind. Raise RowLeftOut."""
@@ -90,7 +90,8 @@ class ConversationRenderer:
         policy's."""
         sequences, reward, success, turn_rewards = trajectory_of(row, self.columns)
         if (named := row.get("tokenizer")) is not None and named != self.fingerprint:
-            raise RowLeftOut("another tokenizer", f"{named}: the policy's is {self.fingerprint}")
+            detail = f"tokenizer {named}: the policy's is {self.fingerprint}"
+            raise RowLeftOut("another tokenizer", detail)
         if (largest := max(int(one.tokens.max()) for one in sequences)) >= self._chat.vocabulary:
             known = f"the policy knows {self._chat.vocabulary}"
             raise RowLeftOut("beyond the vocabulary", f"token {largest}: {known}")

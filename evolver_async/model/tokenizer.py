@@ -61,15 +61,21 @@ def same_tokenizer(one: str | Path, other: str | Path) -> bool:
 def same_tokens(one: str | Path, other: str | Path) -> bool:
     """Return True if two tokenizers have the same tokens, by the same numbers. ModelError if one
     cannot be read."""
+    return vocabulary_hash(one) == vocabulary_hash(other)
+
+
+def vocabulary_hash(directory: str | Path) -> str:
+    """Compute a fingerprint of a tokenizer's tokens by their numbers: 32 hexadecimal digits.
+    ModelError if it cannot be read."""
     from tokenizers import Tokenizer
 
-    found = []
-    for path in map(_tokenizer_json, (one, other)):
-        try:
-            found.append(Tokenizer.from_file(str(path)).get_vocab())
-        except Exception as error:  # as in `load_tokenizer`
-            raise ModelError(f"{path} cannot be read: {error}") from error
-    return found[0] == found[1]
+    path = _tokenizer_json(directory)
+    try:
+        vocabulary = Tokenizer.from_file(str(path)).get_vocab()
+    except Exception as error:  # as in `load_tokenizer`
+        raise ModelError(f"{path} cannot be read: {error}") from error
+    known = json.dumps(sorted(vocabulary.items()), ensure_ascii=True)
+    return hashlib.blake2b(known.encode(), digest_size=16).hexdigest()
 
 
 def end_tokens(directory: str | Path) -> frozenset[int]:

@@ -6,7 +6,7 @@
 A sequence is an object with `tokens`, either `roles` (numbers of `Role`, one a token) or `mask`
 (1 for tokens that the policy sampled, else 0), and `logprobs` of all tokens or of the sampled ones.
 `turns`, as in `schema.Sequence`, is optional: every run of sampled tokens is a turn. Of a row,
-`success`, `turn_rewards` (one a turn) and `tokenizer` (the fingerprint of `tokenizer_hash`) are.
+`success`, `turn_rewards` (one a turn) and `tokenizer` (the fingerprint of `vocabulary_hash`) are.
 """
 
 import math

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from evolver_async.buffer.tasks.logged import row_of
-from evolver_async.model.tokenizer import tokenizer_hash
+from evolver_async.model.tokenizer import vocabulary_hash
 from evolver_async.runs.results.loaded_run import load_run
 from evolver_async.runs.results.trajectories import RecordedTrajectory, TrajectoryGone
 
@@ -17,7 +17,7 @@ def logged_by(run_dir: Path) -> Iterator[tuple[str, Callable[[], dict[str, Any]]
     That raises ValueError for one that the run has not kept, or that a row does not hold.
     """
     run = load_run(run_dir)
-    tokenizer = tokenizer_hash(run.config.policy.path or run.path / "policy")
+    tokenizer = vocabulary_hash(run.config.policy.path or run.path / "policy")
     for one in run.trajectories:
         if one.kind == "rollout":
             yield f"{run_dir}, trajectory {one.id}", partial(_row, one, tokenizer)

@@ -12,6 +12,7 @@ from actors.formats.chat import TODAY, Chat
 from actors.scripted.recorded import ConversationRenderer, RowLeftOut
 from evolver_async.buffer.tasks.examples import examples_of
 from evolver_async.config import Config, DataConfig, PolicyConfig
+from evolver_async.model.tokenizer import vocabulary_hash
 from evolver_async.schema import Role
 
 CALLING = [name for name, family in TABLE.items() if family.syntax]
@@ -115,6 +116,9 @@ def test_a_trajectory_of_another_policy_is_left_out_by_its_reason(
     if not reason:
         (member,) = renderer.members(row | {"tokenizer": renderer.fingerprint}, "rl")
         assert (member.policy, member.reward, member.turn_rewards) == ("logged", 0.5, [0.5])
+        tokenizer.chat_template = "{{ messages }}"  # as an export or a fork may write its files
+        tokenizer.save_pretrained(tmp_path / "other")
+        assert vocabulary_hash(tmp_path / "other") == renderer.fingerprint
         return
     with pytest.raises(RowLeftOut) as left_out:
         renderer.members(row | change, "rl")
