@@ -1,5 +1,6 @@
 """Loss of one micro-batch: correction, clip, boost, KL, entropy of rl; supervised stages."""
 
+import math
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -164,8 +165,12 @@ class Objective:
             accounting.add_trajectories(log_q_P.cpu().numpy())
         clipped = self._clipped(corrected, advantage_N, micro.stripped_N)
         # From the weights before the step, if their log-probs are known. From the behaviour policy,
-        # the age of the data and removed context would end steps that have moved nothing.
-        log_moved_N = log_rho(theta_N, old_N if self.counts_age else anchor_N)
+        # the age of the data and removed context would end steps that have moved nothing. Data of
+        # no line of versions are of any age: under a bound their anchor is always scored.
+        before_N = old_N if self.counts_age else anchor_N
+        if math.isfinite(self.loss.target_kl):
+            before_N = torch.where(micro.abandoned_N, anchor_N, before_N)
+        log_moved_N = log_rho(theta_N, before_N)
         account(accounting, micro, corrected, clipped, log_rho(theta_N, micro.mu_N), log_moved_N)
         if self.boosts:
             self._account_boost(accounting, corrected.ratio_N, advantage_N, micro.stripped_N)

@@ -1,5 +1,6 @@
 """Forward passes without gradient: the log-probs that a step needs before its updates."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -107,7 +108,7 @@ def step_logprobs(
         or (reads and not interpolates),
         guided=correction.guided,
         leans=leans,
-        abandoned=reads and interpolates,
+        abandoned=(reads and interpolates) or math.isfinite(stage.loss.target_kl),
     )
     anchor_N, old_N, sampled_N = np.zeros_like(batch.mu_N), batch.mu_N, None
     if anchored_P.any() and not late:
@@ -179,11 +180,11 @@ def anchored(batch: Batch, *, everywhere: bool, guided: str, leans: bool, abando
     """
     if everywhere:
         return batch.length_P > 0
+    read_P = batch.stripped_P & (guided != "behaviour" or leans)
     if abandoned:
-        abandoned_P = np.zeros(len(batch.length_P), bool)
-        abandoned_P[batch.trajectory_N[batch.abandoned_N]] = True
-        return abandoned_P
-    return batch.stripped_P & (guided != "behaviour" or leans)
+        read_P[batch.trajectory_N[batch.abandoned_N]] = True
+        read_P &= ~batch.written_P
+    return read_P
 
 
 def anchor_and_old(

@@ -101,6 +101,26 @@ def test_no_anchor_is_interpolated_between_a_log_and_the_policy(tiny: Path, tmp_
         assert torch.allclose(ours, tensors[1][name], atol=1e-6, rtol=0), name
 
 
+@pytest.mark.parametrize(
+    ("kind", "others"), [("decoupled", {"anchor": "interpolate"}), ("decoupled", {}), ("ppo", {})]
+)
+def test_the_age_of_a_log_ends_no_step(
+    tiny: Path, tmp_path: Path, kind: str, others: dict[str, Any]
+) -> None:
+    """Only what a step has moved counts, whatever the correction reads."""
+    settings = settings_of(tiny, kind, **others)
+    settings.loss.target_kl = 0.05
+    data = of_files(plain(4), "logged")
+    for group in data:
+        for one in group.trajectories:
+            (sequence,) = one.sequences
+            far = np.where(sequence.roles == Role.ACTION, sequence.logprobs - 2, 0)
+            one.sequences = [msgspec.structs.replace(sequence, logprobs=far.astype(np.float32))]
+    found = step(updater(settings, tmp_path), data).metrics
+    assert found["offpolicy/kl"] > 1 and found["offpolicy/kl_moved"] < 0.05
+    assert found["learner/updates"] == 2 and found["learner/taken_back"] == 0
+
+
 def gradient(settings: Config, run_dir: Path, data: list[Group], kind: str) -> dict[str, Any]:
     """The gradient of a step, unclipped, by parameter; and its metrics."""
     made, found = updater(settings, run_dir), dict[str, torch.Tensor]()
