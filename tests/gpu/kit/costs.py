@@ -27,26 +27,22 @@ DEVICE = torch.device("cuda" if GPU else "cpu")
 LIMIT_S = float(os.environ.get("LIMIT_S", "540"))
 PUBLISHED, VERSIONS = (3 << 30, 6) if GPU else (1 << 24, 6)
 SHAPES: dict[str, PretrainedConfig] = {"tiny": SMALL}
-if GPU:
-    EVERY = {"vocab_size": 151936, "max_position_embeddings": 4096, "num_key_value_heads": 2}
-    SHAPES = {
-        "0.5B": HALF_BILLION,
-        "1.5B": Qwen2Config(
-            hidden_size=1536,
-            intermediate_size=8960,
-            num_hidden_layers=28,
-            num_attention_heads=12,
+if GPU:  # those of Qwen2.5
+    SHAPES = {"0.5B": HALF_BILLION} | {
+        name: Qwen2Config(
+            vocab_size=151936,
+            hidden_size=hidden,
+            intermediate_size=intermediate,
+            num_hidden_layers=layers,
+            num_attention_heads=heads,
+            num_key_value_heads=2,
+            max_position_embeddings=4096,
             tie_word_embeddings=True,
-            **EVERY,
-        ),
-        "3B": Qwen2Config(
-            hidden_size=2048,
-            intermediate_size=11008,
-            num_hidden_layers=36,
-            num_attention_heads=16,
-            tie_word_embeddings=True,
-            **EVERY,
-        ),
+        )
+        for name, hidden, intermediate, layers, heads in (
+            ("1.5B", 1536, 8960, 28, 12),
+            ("3B", 2048, 11008, 36, 16),
+        )
     }
 LEARNERS = {
     "packed": {"packing": True},
