@@ -284,7 +284,7 @@ class Learner:
     def rows_held_out(self) -> list[Group]:
         """Return the rows that the present stage is measured on and never trains, as groups."""
         settings, stage = self.settings, self.state.stage
-        if not settings.data.path or not settings.eval.rows:
+        if self.kind(stage) == "rl" or not settings.data.path or not settings.eval.rows:
             return []
         tasks = data_tasks(settings.data, settings.env.name, settings.env.params)
         if not isinstance(tasks, DataTasks) or not tasks.count("validation"):

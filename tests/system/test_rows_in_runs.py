@@ -62,3 +62,18 @@ def test_weight_1_plays_no_episode_to_train_on(tmp_path: Path, logs: Path) -> No
     kinds = {one.kind for one in load_run(made.run_dir).trajectories}
     assert "rollout" not in kinds and "demo" in kinds
     assert made.rl("learner/updates") and made.rl("loss/grad_norm")
+
+
+def test_rows_of_all_stages_are_measured_where_they_alone_are_learnt(tmp_path: Path) -> None:
+    """The section `data` of the run: an rl stage is measured by its evaluations."""
+    rows = tmp_path / "rows"
+    rows.mkdir()
+    for name in ("train", "validation"):
+        talks = [{"prompt": f"{name} {one}?", "completion": "left"} for one in range(8)]
+        (rows / f"{name}.jsonl").write_text("\n".join(map(json.dumps, talks)))
+    data = f"{{path: {rows}, weight: 0.5}}"
+    stages = "[{kind: sft, steps: 2}, {kind: rl, steps: 3}]"
+    made = trainer(tmp_path, RECIPE)("all", f"data={data}", f"stages={stages}", *FEW)
+    measured = [row["stage_kind"] for row in made.rows if "validation/rows" in row]
+    assert measured == ["sft"]
+    assert max(made.rl("data/conversations")) > 0
