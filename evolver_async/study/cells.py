@@ -20,9 +20,9 @@ from evolver_async.config.secrets import escaped
 from evolver_async.config.sections.run import SUPERVISED
 from evolver_async.config.values.rules import keys
 from evolver_async.launch.start_checks import check_start
-from evolver_async.study.definition import VARIANT, Definition
+from evolver_async.study.definition import SEED, VARIANT, Definition
 
-OWN_KEYS = ("run.name", "run.dir", "run.seed", "metrics.panel")  # set by the study itself
+OWN_KEYS = ("run.name", "run.dir", SEED, "metrics.panel")  # set by the study itself
 ADDRESSES = ("buffer.address", "experience.address", "weights.address", "metrics.prometheus")
 LONGEST_NAME = 100
 
@@ -47,7 +47,8 @@ def cells_of(definition: Definition) -> list[Cell]:
         swept = dict(zip(axes, values, strict=True))
         changes = dict(definition.variants.get(swept.get(VARIANT, ""), {}))
         changes |= {key: value for key, value in swept.items() if key != VARIANT}
-        changes |= {key: swept[source] for key, source in definition.tie.items()}
+        tied = {key: source for key, source in definition.tie.items() if source != SEED}
+        changes |= {key: swept[source] for key, source in tied.items()}
         texts = tuple(f"{key}={value}" for key, value in changes.items())
         cells.append(Cell(cell_name(swept, number), swept, texts))
     names = [cell.name for cell in cells]
@@ -93,6 +94,8 @@ def configs_of(definition: Definition, recipe: Path, cells: Sequence[Cell]) -> d
     argument of a whole mapping or list comes before those of its parts, whichever axis they are of.
     """
     common = [f"{key}={value}" for key, value in definition.overrides.items()]
+    seed = definition.seeds[0]  # each run has its own, see `command_of`
+    common += [f"{key}={seed}" for key, source in definition.tie.items() if source == SEED]
     configs = {}
     for cell in cells:
         texts = sorted([*common, *cell.changes], key=_depth)

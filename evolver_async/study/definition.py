@@ -20,6 +20,7 @@ from evolver_async.metrics.families import EVAL_METRICS, evaluated
 SEEDS = re.compile(r"(\d+)(?:\.\.(\d+))?")
 OPENING, CLOSING, QUOTES = "[{(", "]})", "'\""
 VARIANT = "variant"  # name of the axis of variants
+SEED = "run.seed"  # the study itself sets it; other keys can follow it
 
 
 class Threshold(NamedTuple):
@@ -44,7 +45,8 @@ class Definition:
     grid: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     # named settings of several keys at once: an axis before those of the grid
     variants: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    tie: Mapping[str, str] = field(default_factory=dict)  # key to the swept key that sets it
+    # key to the swept key that sets it; or to run.seed, so that runs of a seed share what it draws
+    tie: Mapping[str, str] = field(default_factory=dict)
     overrides: Mapping[str, str] = field(default_factory=dict)  # of all cells
     threshold: Threshold = DEFAULT_THRESHOLD
     equivalence: float = 0.0  # margin of the test for equivalence; 0: no test
@@ -55,7 +57,7 @@ class Definition:
         if VARIANT in self.grid or VARIANT in self.overrides:
             raise ConfigError(f"{VARIANT}: is no key; a study runs all its variants")
         for key, swept in self.tie.items():
-            if swept not in self.grid:
+            if swept not in self.grid and swept != SEED:
                 known = f"; swept are: {', '.join(self.grid)}" if self.grid else ""
                 raise ConfigError(f"tie {key}={swept}: {swept} is not swept{known}")
         variant_keys = {key for changes in self.variants.values() for key in changes}

@@ -22,7 +22,7 @@ from evolver_async.launch.run_directory import facts_of
 from evolver_async.runs.watch.runs import END
 from evolver_async.study import definition as definitions
 from evolver_async.study.cells import Cell, as_arguments, cells_of, cold_stages, differences
-from evolver_async.study.definition import Definition
+from evolver_async.study.definition import SEED, Definition
 
 DEFINITION = "definition.yaml"
 FAILURES = "failures.json"
@@ -190,7 +190,8 @@ def command_of(study: Study, run: CellRun) -> list[str]:
         f"metrics.job_type={flow(escaped(metrics.job_type or job[:64]))}",
     ]
     recipe = _frozen(study.out, first if run.cell is None else run.cell.name)
-    own = [f"run.seed={run.seed}", f"run.name={flow(run.name)}"]
+    tied = [f"{key}={run.seed}" for key, source in study.definition.tie.items() if source == SEED]
+    own = [f"{SEED}={run.seed}", f"run.name={flow(run.name)}", *tied]
     if run.cell is None:
         config = study.configs[first]
         stages = config.stages[: cold_stages(study.configs)]

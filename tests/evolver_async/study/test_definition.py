@@ -17,6 +17,7 @@ from evolver_async.study.definition import (
     split_values,
     with_arguments,
 )
+from evolver_async.study.directory import Study, cold_run, command_of, runs_of
 
 ROOT = Path(__file__).parents[3]
 STUDIES = sorted((ROOT / "configs" / "studies").glob("*.yaml"))
@@ -79,6 +80,17 @@ def test_the_grid_is_a_product_and_ties_follow_it() -> None:
         assert config.correction.kind == cell.swept["correction.kind"]
         assert config.eval.every == 10
         assert config.buffer.archive == "all", "a study keeps its data"
+
+
+def test_a_key_can_follow_the_seed_of_its_run(tmp_path: Path) -> None:
+    tied = Definition("workshop", seeds=(7, 8), tie={"env.params.secret": "run.seed"})
+    cells = cells_of(tied)
+    configs = configs_of(tied, ROOT / "configs" / "workshop.yaml", cells)
+    study = Study(tmp_path, tied, cells, configs)
+    for run in runs_of(study):
+        assert f"env.params.secret={run.seed}" in command_of(study, run)
+    cold = command_of(study, cold_run(study, 8))
+    assert "env.params.secret=8" in cold and "run.seed=8" in cold
 
 
 def test_a_definition_without_axes_is_one_cell() -> None:
