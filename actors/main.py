@@ -77,10 +77,11 @@ def build(
     engine, source, tokenizer = follow_weights(config, weights_address, name, tell)
     chat = Chat(tokenizer, config.rollout.template)
     told = run_dir and run_dir / CONVERSATIONS / f"{config.run.name}.{name}.sqlite"
+    guide = make_guide(config, experience, failures)
     components = ActorComponents(
         judge=make_judge(config, engine, chat, failures),
-        guide=make_guide(config, experience, failures),
-        questioner=make_questioner(config, failures, idle),
+        guide=guide,
+        questioner=make_questioner(config, failures, idle, guide),
         reflector=Reflector(reflection, failures) if reflection.kind == "llm" else None,
         agents=make_agents(config, engine, chat, failures, told),
         failures=failures,

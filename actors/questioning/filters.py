@@ -137,7 +137,7 @@ async def feasible(made: Candidate, play: Play, checked: bool, replays: int, kep
 
     async def works(dynamics_seed: int) -> bool:
         played = await play(task, reference, dynamics_seed)
-        whole = not played.invalid and len(played.actions) == len(reference)
+        whole = not played.refused and len(played.actions) == len(reference)
         failed = any(step.info.tool_error for step in played.steps)
         return whole and (played.success if checked else not failed)
 

@@ -18,6 +18,7 @@ from actors.engines.engine import Engine
 from actors.envs.base import EnvironmentFailure
 from actors.experience.embed import Embedder, HashEmbedder
 from actors.experience.embedders import CountedEmbedder, load_embedder
+from actors.experience.guide import ExperienceGuide
 from actors.failure_counts import FailureCounts
 from actors.llm.endpoint_client import Endpoint, Unavailable
 from actors.llm.json_client import JsonClient
@@ -27,10 +28,12 @@ from actors.questioning.actions import ActionForm, Surroundings
 from actors.questioning.explore import Explorer, exploring, has_goals, unbound
 from actors.questioning.filters import KnownTasks, feasible, large
 from actors.questioning.grade import Grade, grade
+from actors.questioning.lessons import lesson, longest
 from actors.questioning.profile import Profiles, obeys
 from actors.questioning.solve import solve_again
 from actors.questioning.synthesize import Candidate, Exploration, task_of, too_long
 from actors.rollout.environment import IdleEnvironments, TimedEnvironment
+from actors.rollout.episode import query_of
 from actors.rollout.episode_config import Setting
 from actors.rollout.episode_policy import EpisodePolicy
 from actors.rollout.finished import Deliver, Finished
@@ -41,7 +44,10 @@ from evolver_async.randomness import key
 from evolver_async.schema import Task, Ticket
 from evolver_async.wire.transcripts import Turn
 
-COUNTED = ("candidates", "accepted", "dropped_known", "dropped_large", "dropped_infeasible")
+COUNTED = (
+    *("candidates", "accepted", "taught"),
+    *("dropped_known", "dropped_large", "dropped_infeasible"),
+)
 LLM_COUNTED = (  # only with a language model
     "dropped_empty",
     "dropped_lexical",
@@ -67,8 +73,10 @@ class Questioner:
         config: Config,
         failures: FailureCounts | None = None,
         idle: IdleEnvironments | None = None,
+        guide: ExperienceGuide | None = None,
     ) -> None:
         self.config = config.questioning
+        self._guide = guide if config.experience.kind == "contrast" else None
         self._failures = failures or FailureCounts()
         self._shared = self._failures, idle or IdleEnvironments(), config.env.isolation
         self._client: JsonClient | None = None
@@ -128,20 +136,27 @@ class Questioner:
         ]
         for one in finished:
             self._known.explored(ticket.task, one.trajectory.content)
-        find = self._from_states if self._client is None else self._from_proposals
-        candidates = await find(ticket, explorations, progress)
+        refused: list[Turn] = []
+        if self._client is None:
+            plays = await self._plays(ticket, explorations, progress)
+            candidates = synthesize.from_goals(unbound(ticket.task), plays)
+            refused = [turn for _, played in plays for turn in played.refused]
+        else:
+            candidates = await self._from_proposals(ticket, explorations, progress)
         self._counts["candidates"] += len(candidates)
-        tasks: list[Task] = []
+        accepted: list[Candidate] = []
         for candidate in candidates:
-            if len(tasks) == self.config.per_episode * len(explorations):
+            if len(accepted) == self.config.per_episode * len(explorations):
                 break
             task = await self._accepted(ticket, candidate, progress)
             if task is not None:
                 self._known.add(task, ticket.task)
-                tasks.append(task)
+                accepted.append(candidate._replace(task=task))
             await asyncio.sleep(0)  # lets other tickets of this actor run
-        self._counts["accepted"] += len(tasks)
-        return tasks
+        self._counts["accepted"] += len(accepted)
+        if self._guide is not None:
+            await self._teach(self._guide, ticket, accepted, refused, progress)
+        return [one.task for one in accepted]
 
     def grades(self, task: Task) -> bool:
         """Return True if the environment cannot check the task, so that `grade` must."""
@@ -170,16 +185,41 @@ class Questioner:
         if self._client is not None:
             await self._client.close()
 
-    async def _from_states(
+    async def _plays(
         self, ticket: Ticket, explorations: list[Exploration], progress: TicketProgress
-    ) -> list[Candidate]:
-        """Make candidates from the states that were reached."""
+    ) -> list[tuple[Exploration, ReplayedEpisode]]:
+        """Replay explorations, except those whose environment fails."""
         plays = []
         for one in explorations:
             played = await self._play(ticket, one, one.actions, progress)
             if played is not None:
                 plays.append((one, played))
-        return synthesize.from_goals(unbound(ticket.task), plays)
+        return plays
+
+    async def _teach(
+        self,
+        guide: ExperienceGuide,
+        ticket: Ticket,
+        accepted: list[Candidate],
+        refused: list[Turn],
+        progress: TicketProgress,
+    ) -> None:
+        """Contribute the accepted tasks with their solutions to the experience.
+
+        Other episodes then learn from what an exploration has found out, also before anybody has
+        solved these tasks.
+        """
+        for number, one in enumerate(longest(accepted)):
+            where = ticket, one.member, one.task, one.task.reference or [], one.dynamics_seed
+            try:
+                played = await replay(*where, self._timeout_s, progress, *self._shared)
+            except EnvironmentFailure as failure:
+                self._failed("a lesson", failure)
+                continue
+            name = f"{ticket.group_id}/{one.member}/{ticket.attempt}/{number}"
+            episodes = lesson(name, played, refused)
+            guide.contribute(one.task, query_of(one.task, played.first), episodes, ticket.stage)
+            self._counts["taught"] += 1
 
     async def _from_proposals(
         self, ticket: Ticket, explorations: list[Exploration], progress: TicketProgress
@@ -333,7 +373,10 @@ class Questioner:
 
 
 def make_questioner(
-    config: Config, failures: FailureCounts | None = None, idle: IdleEnvironments | None = None
+    config: Config,
+    failures: FailureCounts | None = None,
+    idle: IdleEnvironments | None = None,
+    guide: ExperienceGuide | None = None,
 ) -> Questioner | None:
     """Make the configured questioner; None if `questioning.kind` is none."""
-    return None if config.questioning.kind == "none" else Questioner(config, failures, idle)
+    return None if config.questioning.kind == "none" else Questioner(config, failures, idle, guide)

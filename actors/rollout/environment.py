@@ -23,6 +23,7 @@ from typing import Any, Self, TypeVar
 from actors.envs.base import (
     Env,
     EnvironmentFailure,
+    Located,
     Tooled,
     env_class,
     isolation_of,
@@ -206,6 +207,11 @@ class TimedEnvironment:
     async def goal(self, goal: Callable[[], Any]) -> dict[str, Any] | None:
         """Return the parameters that make the current state a task's goal; None if it is none."""
         return self._checked("goal", checked_goal, await self.call("goal", goal))
+
+    async def state(self, observed: str) -> str:
+        """Return the environment's name of the present state, or else what was observed."""
+        env = self.env
+        return await self.text("state", env.state) if isinstance(env, Located) else observed
 
     async def text(self, name: str, function: Callable[[], Any]) -> str:
         """Return what a method of this name says, as tokenizers and keys can read it."""

@@ -19,7 +19,6 @@ from actors.envs.base import (
     Concluding,
     EnvironmentFailure,
     Identified,
-    Located,
     Scored,
 )
 from actors.formats.chat import encodable
@@ -39,7 +38,7 @@ from actors.ticket_progress import TicketProgress
 from evolver_async.extension import RAISED
 from evolver_async.metrics.activity import GENERATING
 from evolver_async.randomness import key
-from evolver_async.schema import FAILED_CALL, SCRIPTED, Ticket, TurnFlag
+from evolver_async.schema import FAILED_CALL, SCRIPTED, Task, Ticket, TurnFlag
 from evolver_async.wire.failure_totals import FailureKind
 from evolver_async.wire.transcripts import Turn
 
@@ -189,7 +188,7 @@ class Episode:
         dynamics_seed = key(self.ticket.dynamics_seed, self.member)
         opening = await environment.reset(task, dynamics_seed)
         self.observation = encodable(opening.text)
-        self.query = f"{task.query}\n{self.observation}" if task.query else self.observation
+        self.query = query_of(task, self.observation)
         self.content = self.query
         if isinstance(environment.env, Identified):
             told = await environment.text("content", environment.env.content)
@@ -218,7 +217,7 @@ class Episode:
         if self.member not in self.ticket.guided:
             return
         with self.progress.during(self.member, "asking for experience"):
-            state = await self._state() if self.setting.stepwise else ""
+            state = await self.environment.state(self.observation) if self.setting.stepwise else ""
             advice = await policy.advise(self.environment, query, state)
         if not advice.text:
             return
@@ -238,19 +237,12 @@ class Episode:
         except RAISED as error:  # of a format or of `rollout.extract`, a user's own
             raise self.environment.failure("reading a turn", 0.0, error) from error
         if self.setting.recorded:
-            seen, state = self.observation, await self._state()
+            seen, state = self.observation, await self.environment.state(self.observation)
             action = f" {SEPARATOR} ".join(one for one in actions or [] if isinstance(one, str))
             self.turns.append(Turn(observation=seen, state=state, action=action, text=text))
         shown = await self._act(actions)
         await self._score()
         return shown
-
-    async def _state(self) -> str:
-        """Return the environment's name of the present state, or else what was observed."""
-        env = self.environment.env
-        if not isinstance(env, Located):
-            return self.observation
-        return await self.environment.text("state", env.state)
 
     async def _score(self) -> None:
         env = self.environment.env
@@ -320,6 +312,11 @@ class Episode:
         name, known = called(action).name, ", ".join(sorted(self.tools))
         known_or_answer = name in self.tools or name == ANSWER_TOOL
         return None if known_or_answer else f"error: no tool {name!r} (known: {known})"
+
+
+def query_of(task: Task, observed: str) -> str:
+    """Return the text by which experience is found for a task that begins with an observation."""
+    return f"{task.query}\n{observed}" if task.query else observed
 
 
 async def run_episode(

@@ -13,6 +13,7 @@ def exploration_due(config: Config, state: BufferState) -> bool:
         or replay.numbers.kind != "rollout"
         or replay.at.head is None
         or tasks.pool_size() >= questioning.max_tasks
+        or tasks.untried() >= questioning.max_untried
     ):
         return False
     wanting = config.tasks.synthetic > 0 and not tasks.pool_size()

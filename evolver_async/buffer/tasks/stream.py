@@ -85,6 +85,7 @@ class TaskStream:
         self.known = {task.task_id: task.env for task in cursor.pool}  # environments of the pool
         self._next: dict[Way, tuple[Walk, Task] | None] = {}  # found already
         self._pool_size: int | None = None  # counted already
+        self._untried: int | None = None  # likewise
 
     def peek(self, synthetic: float = 0.0) -> Queued | None:
         """Return the next task, None if there is none.
@@ -165,6 +166,7 @@ class TaskStream:
         if success is not None and (self.source.train or task.origin == "synthetic"):
             self.cursor.success[task.task_id] = success
             self._next.clear()
+            self._untried = None
 
     def failed(self, task: Task) -> None:
         """Count a failure of the task's environment."""
@@ -176,7 +178,7 @@ class TaskStream:
         self.cursor.missed.pop(task_id, None)
         self.cursor.queue = [q for q in self.cursor.queue if q.task.task_id != task_id]
         self._next.clear()
-        self._pool_size = None
+        self._pool_size = self._untried = None
 
     def lift_quarantines(self) -> None:
         """Let the tasks try again from the beginning: what was wrong may have been mended."""
@@ -184,7 +186,7 @@ class TaskStream:
             self.cursor.failures.pop(task_id, None)
         self.cursor.quarantined = {}
         self._next.clear()
-        self._pool_size = None
+        self._pool_size = self._untried = None
 
     def offer(self, tasks: list[Task], duplicates: int) -> None:
         """Add new tasks to the pool; `duplicates`: offers of known tasks."""
@@ -192,7 +194,7 @@ class TaskStream:
         self.cursor.duplicates += duplicates
         self.known |= {task.task_id: task.env for task in tasks}
         self._next.clear()
-        self._pool_size = None
+        self._pool_size = self._untried = None
 
     def pool_size(self) -> int:
         """The number of tasks of the pool that may be issued in this stage."""
@@ -201,6 +203,14 @@ class TaskStream:
             mine = (task_id for task_id, env in self.known.items() if env in envs)
             self._pool_size = sum(task_id not in barred for task_id in mine)
         return self._pool_size
+
+    def untried(self) -> int:
+        """The number of tasks of the pool that may be issued and never had a complete group."""
+        if self._untried is None:
+            barred, envs, tried = self.cursor.quarantined, self.source.envs, self.cursor.success
+            mine = (task_id for task_id, env in self.known.items() if env in envs)
+            self._untried = sum(one not in barred and one not in tried for one in mine)
+        return self._untried
 
     def switch(self, source: TaskSource) -> None:
         """Begin a stage with this source: the queue is emptied, the pool stays.
@@ -217,7 +227,7 @@ class TaskStream:
         self.source = source
         self.cursor.queue = []
         self._next.clear()
-        self._pool_size = None
+        self._pool_size = self._untried = None
 
     def _forget_numbered(self) -> None:
         """Forget what is known of tasks that are not in the pool."""

@@ -185,6 +185,8 @@ class QuestioningConfig:
     every: Count = 8  # rollout groups per group of exploration
     groups: Count = 4  # exploration groups at a time
     max_tasks: Count = 10_000  # of a stage in the pool; then exploration ends
+    # tasks of the pool that no group was played of: as long as it has so many, nothing explores
+    max_untried: Count = 64
     per_episode: Count = 4  # most tasks from one exploration episode
     temperature: Positive = 1.0  # of exploration
     max_turns: Turns = 30  # of exploration

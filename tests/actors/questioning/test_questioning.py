@@ -32,7 +32,10 @@ from actors.checks.config import check
 from actors.engines.embedder import TransformerEmbedder
 from actors.envs.base import make_env
 from actors.envs.grid.frozen_lake import FrozenLake
+from actors.envs.workshop.items import ACTIONS
+from actors.experience.contrast import contrast_items
 from actors.experience.embed import HashEmbedder
+from actors.experience.guide import ExperienceGuide
 from actors.failure_counts import FailureCounts
 from actors.llm.endpoint_client import Endpoint, Unavailable
 from actors.questioning import filters
@@ -60,7 +63,7 @@ from evolver_async.env import Info, Step
 from evolver_async.launch.serial import VirtualLoop
 from evolver_async.randomness import key
 from evolver_async.schema import Task, Trajectory
-from evolver_async.wire.transcripts import Turn
+from evolver_async.wire.transcripts import Transcript, Turn
 
 TEXTS = ActionForm()
 ROOT = Path(__file__).parents[3]
@@ -224,6 +227,41 @@ def test_a_goal_that_no_task_can_have_is_the_environments_failure(told: str):
     assert failure.kind == "environment" and failure.error.startswith("goal: ")
 
 
+class Pool(ExperienceGuide):
+    """A guide that keeps what it would send."""
+
+    def __init__(self) -> None:
+        self.lessons: list[tuple[Task, str, list[Transcript]]] = []
+
+    def contribute(
+        self, task: Task, query: str, transcripts: list[Transcript], stage: int = 0
+    ) -> None:
+        self.lessons.append((task, query, transcripts))
+
+
+def test_what_an_exploration_finds_out_teaches_others():
+    config = config_of("workshop", {"steps": 3}, max_turns=40)
+    config.experience.kind = "contrast"
+    pool, ticket = Pool(), explore_ticket(config)
+
+    async def go() -> list[Task]:
+        questioner = Questioner(config, guide=pool)
+        finished = await explored(questioner, config, ticket, Wanderer(ACTIONS[:4]))
+        return await questioner.questions(ticket, finished, TicketProgress())
+
+    whole = max(asyncio.run(go()), key=lambda task: task.params["until"])
+    ((task, query, episodes),) = pool.lessons  # the other tasks are beginnings of this one
+    assert task == whole and whole.params["until"] == 3
+    env = make_env("workshop", task.params)
+    assert query == env.reset(task, 0)
+    learned = {item.state: item.content for item in contrast_items(query, episodes)}
+    assert len(learned) == 3
+    for name, action in zip(env.item, task.reference or [], strict=True):
+        right, bad = learned[name].removeprefix(f"{name} ").split(" not ")
+        assert right == action != bad
+    assert len({"+".join(one.trajectory_id for one in group) for _, _, group in pool.lessons}) == 1
+
+
 def test_what_this_actor_found_before_is_not_found_again():
     config = config_of(per_episode=30)
     ticket = explore_ticket(config)
@@ -267,7 +305,7 @@ def _reaches(task: Task, seed: int) -> bool:
 def played(*goals: dict[str, Any] | None) -> ReplayedEpisode:
     step = Step("", 0.0, False, False, Info())
     actions = [f"a{number}" for number in range(len(goals))]
-    return ReplayedEpisode("", actions, [step] * len(goals), list(goals), 0)
+    return ReplayedEpisode("", actions, [step] * len(goals), list(goals), [], [])
 
 
 def exploration(member: int) -> Exploration:
@@ -468,7 +506,7 @@ def test_a_reference_must_hold_with_its_own_chance_and_with_enough_others(
     async def play(task: Task, actions: list[str], seed: int) -> ReplayedEpisode:
         won = recorded if seed == 5 else others.index(seed) < lucky
         return ReplayedEpisode(
-            "", actions, [Step("", 0.0, True, False, Info(success=won))], [None], 0
+            "", actions, [Step("", 0.0, True, False, Info(success=won))], [None], [], []
         )
 
     assert asyncio.run(feasible(candidate, play, True, 3, kept)) is expected

@@ -41,6 +41,15 @@ def test_exploration_is_granted_after_so_many_groups_and_beside_admission(tmp_pa
     assert kinds(world.lease(credit=20)) == ["explore"]  # due since long, and admission is full
 
 
+def test_nothing_explores_while_enough_tasks_were_never_played(tmp_path):
+    world = exploring(tmp_path, share=1.0, max_untried=3)
+    offer(world, 0, 1, 2)
+    tickets = world.lease(credit=4)
+    assert kinds(tickets) == ["rollout"] * 4
+    world.finish(tickets[:1])
+    assert "explore" in kinds(world.lease(credit=4))
+
+
 def test_what_explored_is_counted_and_not_kept(tmp_path):
     world = exploring(tmp_path)
     (ticket,) = (t for t in world.lease(credit=1) if t.kind == "explore")

@@ -1,0 +1,39 @@
+"""What explorations teach: solutions of the tasks made of them, and what they tried in vain. Pure."""
+
+from collections.abc import Sequence
+
+from actors.questioning.action_replay import ReplayedEpisode
+from actors.questioning.synthesize import Candidate
+from evolver_async.wire.transcripts import Transcript, Turn
+
+MAX_REFUSED = 64  # turns in a lesson
+
+
+def longest(accepted: Sequence[Candidate]) -> list[Candidate]:
+    """Leave out the candidates whose solution is the beginning of another one's."""
+    ways = [one.task.reference or [] for one in accepted]
+    return [
+        one
+        for one, way in zip(accepted, ways, strict=True)
+        if not any(len(other) > len(way) and other[: len(way)] == way for other in ways)
+    ]
+
+
+def lesson(name: str, solution: ReplayedEpisode, refused: Sequence[Turn]) -> list[Transcript]:
+    """Return a solution as a success, and refused turns in its states as failures.
+
+    All of them have `name` as the trajectory they come from.
+    """
+    states = {turn.state for turn in solution.turns}
+    tried = [[turn] for turn in refused if turn.state in states][:MAX_REFUSED]
+    plays = [(solution.turns, True), *((turns, False) for turns in tried)]
+    return [
+        Transcript(
+            trajectory_id=name,
+            reward=float(success),
+            success=success,
+            experience_ids=[],
+            turns=turns,
+        )
+        for turns, success in plays
+    ]
