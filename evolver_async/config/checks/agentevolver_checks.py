@@ -78,6 +78,9 @@ def _users(config: Config) -> Iterator[tuple[str, str]]:
         yield "rollout.agent_reward", "must be returned: rollout.agent=users is rated by people"
     if rollout.players:
         yield "rollout.players", "must be empty: a conversation of rollout.agent=users has one"
+    if rollout.group_size > 1 and max(config.actors.count, config.actors.max) > 1:
+        reason = "a group's conversations begin alike, and another actor does not know how"
+        yield "actors.count", f"must be 1 with rollout.group_size={rollout.group_size}: {reason}"
     if config.eval.episodes:
         yield "eval.episodes", "must be 0: nobody plays held-out tasks for rollout.agent=users"
     for index, pattern in enumerate(rollout.serve.redact):
