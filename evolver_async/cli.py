@@ -83,6 +83,10 @@ def _parser() -> tuple[argparse.ArgumentParser, list[str]]:
     _add_process_options(
         _add(commands, "actor", "processes:role", "add an actor to a running job"), "actor"
     )  # the one process of a run that people start themselves too
+    command = _add(commands, "ranks", "processes:ranks", "add a host to the learner of a run")
+    _add_run(command, "directory of the run, which this host sees as the launcher's does")
+    about = "its number among learner.hosts, from 1"
+    command.add_argument("--host", type=int, default=1, metavar="N", help=about)
     _add_results(commands)
     _add_control(commands)
     _add_views(commands)

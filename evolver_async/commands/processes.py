@@ -1,4 +1,4 @@
-"""`actor`, and the processes that the launcher starts by the same command line."""
+"""`actor`, `ranks`, and the processes that the launcher starts by the same command line."""
 
 import argparse
 import os
@@ -6,6 +6,7 @@ import socket
 from functools import partial
 from pathlib import Path
 
+from evolver_async.launch.rank_host import RankHost
 from evolver_async.launch.registry import resolve
 from evolver_async.metrics.gauges import GaugeThread
 from evolver_async.process.setup import Main, RoleArgs, run_process
@@ -30,6 +31,11 @@ def role(args: argparse.Namespace) -> int:
         GaugeThread(args.run.resolve(), name).start()
     log_file = args.run / "logs" / f"{name}.log" if args.run else None
     return run_process(args.command, partial(_load, args.command, role_args), role_args, log_file)
+
+
+def ranks(args: argparse.Namespace) -> int:
+    """Run the ranks of a learner on this host until the run ends them."""
+    return RankHost(args.run_dir.resolve(), args.host).run()
 
 
 def _load(command: str, args: RoleArgs) -> Main:

@@ -47,6 +47,7 @@ def _processes(config: Config) -> str:
     if config.experience.pooled:
         parts.append("an experience service")
     ranks = config.learner.ranks
-    parts.append("a learner" if ranks == 1 else f"a learner of {ranks} ranks")
+    where = f" on {config.learner.hosts} hosts" * (config.learner.hosts > 1)
+    parts.append("a learner" if ranks == 1 else f"a learner of {ranks} ranks{where}")
     count, engine = config.actors.count, config.engine.kind
     return f"{', '.join(parts)}, {count} actor{'s' * (count != 1)} ({engine} engine)"

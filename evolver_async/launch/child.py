@@ -165,8 +165,8 @@ class Spawner(ABC):
         return FailedStart(code)
 
     def start_others(self, role: str, name: str, incarnation: int) -> list[Handle]:
-        """Start the ranks of a learner beside its first."""
-        ranks = range(1, self.config.learner.ranks if role == "learner" else 1)
+        """Start the ranks of a learner beside its first, on this host."""
+        ranks = range(1, self.config.learner.ranks_per_host if role == "learner" else 1)
         return [self.start(role, f"{name}-{rank}", incarnation, rank) for rank in ranks]
 
     def variables(self, role: str) -> dict[str, str]:
@@ -248,7 +248,7 @@ class LocalSpawner(Spawner):
         if role == "learner" and self.private is not None:
             # A killed W&B leaves temporary files; this directory is removed with the launch.
             variables["TMPDIR"] = str(self.private)
-            if self.config.learner.ranks > 1:
+            if self.config.learner.ranks > 1 and self.config.learner.hosts == 1:
                 command += ["--meeting", str(self.private / f"ranks-{incarnation}")]
         gpus = visible_gpus(self.config, role, index_of(name), os.environ.get(VISIBLE))
         try:

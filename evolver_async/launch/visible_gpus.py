@@ -15,7 +15,8 @@ def visible_gpus(config: Config, role: str, index: int, own: str | None) -> dict
     if role == "actor":
         key, given = "launch.gpus.actors", gpus.actors[index * wide : (index + 1) * wide]
     elif role == "learner":
-        key, given = "launch.gpus.learner", gpus.learner[index : index + 1]
+        number = index % config.learner.ranks_per_host
+        key, given = "launch.gpus.learner", gpus.learner[number : number + 1]
     else:
         return {}
     if not given:
@@ -40,5 +41,5 @@ def check_visible(config: Config, own: str | None) -> None:
     """Raise ConfigError if `launch.gpus` names a GPU that is not visible to this process."""
     for index in range(config.actors.bounds()[1]):
         visible_gpus(config, "actor", index, own)
-    for index in range(config.learner.ranks):
+    for index in range(config.learner.ranks_per_host):
         visible_gpus(config, "learner", index, own)

@@ -101,7 +101,7 @@ def memory_plan(
         parts += (_rounded(shape, sum(one.size > 0 for one in kept)),)
         if (teacher := largest_teacher(stages)) is not None:
             parts += (_rounded(teacher, 1),)
-    learner = ProcessPlan("learner", config.learner.ranks, parts)
+    learner = ProcessPlan("learner", config.learner.ranks_per_host, parts)
     actors = config.actors.bounds()[1]
     of_actor = tuple(_actor(acting, stages, shape, actor_gpu))
     if rounds and not actor_gpu and config.engine.kind == "torch":

@@ -14,11 +14,9 @@ import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
-from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
-import psutil
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
@@ -41,6 +39,7 @@ from learner.data.batch import MicroBatch, Minibatch
 from learner.data.packing import Layout
 from learner.pass_progress import StepAbandoned, StepProgress
 from learner.ranks.layer_times import LayerTimes
+from learner.ranks.meeting import Meeting
 
 T = TypeVar("T")
 
@@ -209,39 +208,36 @@ def alone(device: str) -> Ranks:
 
 
 def join(
-    meeting: Path,
+    meeting: Meeting,
     rank: int,
     count: int,
     *,
     device: str,
     deadline_s: float,
+    here: int | None = None,
     nccl_leaves: bool = False,
     agreed: Callable[[Store, int], None] = lambda store, rank: None,
 ) -> Ranks:
-    """Meet the other ranks at a file that the launcher chose for them, in a private directory.
+    """Meet the other ranks; `here` is this one's number among those of its host, if there are
+    several hosts.
 
-    They use gloo over this host's loopback interface, and NCCL on GPUs, because gloo lacks
+    They use gloo over the interface of the meeting, and NCCL on GPUs, because gloo lacks
     operations of FSDP2 there. `nccl_leaves`: this process will use NCCL to reach other hosts, too.
     NCCL keeps the interface that it uses first, so then it chooses one, or NCCL_SOCKET_IFNAME does.
     `agreed`: raises if this rank and rank 0 cannot work together, before they connect.
     """
-    where = _device(device, rank)
+    where = _device(device, rank if here is None else here)
     nccl = where.type == "cuda"
     deadline = timedelta(seconds=deadline_s)
     if nccl:
         torch.cuda.set_device(where)
-    store = dist.FileStore(str(meeting), count)  # pyright: ignore[reportPrivateImportUsage]
-    store.set_timeout(deadline)
+    store = meeting.store(rank, count, deadline)
     agreed(store, rank)
+    meeting.assemble(store, rank, count, deadline)
     if nccl:
         check_apart(store, rank, count, gpu_id(str(where)))
     names = [GLOO_INTERFACE] if nccl_leaves else [GLOO_INTERFACE, NCCL_INTERFACE]
-    loopback = next(
-        name
-        for name, addresses in psutil.net_if_addrs().items()
-        if any(one.address == "127.0.0.1" for one in addresses)
-    )
-    with environment(dict.fromkeys(names, loopback)):
+    with environment(dict.fromkeys(names, meeting.interface())):
         dist.init_process_group(
             "nccl" if nccl else "gloo",
             store=store,

@@ -22,10 +22,13 @@ from evolver_async.process.setup import RoleArgs
 from evolver_async.room import lacks_room
 from evolver_async.schema import Group, Kind, Task, WeightId
 from evolver_async.weights.channel.weight_source import WeightSource
+from evolver_async.wire.heartbeat import Heartbeat
+from evolver_async.wire.messages import Beat
 from evolver_async.wire.trajectory_bytes import Parcel, unwrap, wrap
 from learner.diagnostics.measure import StepResult
 from learner.pass_progress import StepAbandoned
 from learner.ranks.agreement import agree, facts_of
+from learner.ranks.meeting import AddressMeeting, FileMeeting, Meeting
 from learner.ranks.mesh import Ranks, join
 from learner.schedule import Stages
 from learner.state import LearnerState
@@ -143,19 +146,21 @@ def meeting(config: Config, args: RoleArgs) -> Iterator[Ranks | None]:
     if learner.ranks == 1:
         yield None
         return
-    if args.meeting is None:
+    if args.meeting is None and learner.hosts == 1:
         raise ConfigError(
             "learner.ranks: the launcher must start several ranks together, by `train`"
         )
-    ranks = join(
-        args.meeting,
-        args.rank,
-        learner.ranks,
-        device=learner.device,
-        deadline_s=learner.deadline_s,
-        nccl_leaves=leaves_host(config),
-        agreed=partial(agree, facts=facts_of(config)),
-    )
+    with _meeting_of(config, args) as place:
+        ranks = join(
+            place,
+            args.rank,
+            learner.ranks,
+            device=learner.device,
+            deadline_s=learner.deadline_s,
+            here=args.rank % learner.ranks_per_host,
+            nccl_leaves=leaves_host(config),
+            agreed=partial(agree, facts=facts_of(config)),
+        )
     try:
         yield ranks
     except BaseException:
@@ -163,6 +168,45 @@ def meeting(config: Config, args: RoleArgs) -> Iterator[Ranks | None]:
             ranks.leave(failed=True)
         raise
     ranks.leave()
+
+
+@contextmanager
+def _meeting_of(config: Config, args: RoleArgs) -> Iterator[Meeting]:
+    """Give the place where the ranks meet. Meanwhile the first one tells the buffer who is missing,
+    as people start the ranks of other hosts."""
+    if args.meeting is not None:
+        yield FileMeeting(args.meeting)
+        return
+    waits = Waits(config, args.run_dir)
+    if args.rank > 0:
+        yield AddressMeeting(config.learner.address)
+        return
+    identity = args.address, args.run_dir.name, args.name, args.incarnation, args.keys
+    heartbeat = Heartbeat(*identity, warn_s=config.buffer.warn_s, read=waits.beat)
+    heartbeat.start()
+    try:
+        yield AddressMeeting(config.learner.address, waits.note)
+    finally:
+        heartbeat.stop()
+
+
+@dataclass
+class Waits:
+    """What the first rank waits for before the learner begins."""
+
+    config: Config
+    run_dir: Path
+    phase: str = "start"
+
+    def note(self, missing: list[int]) -> None:
+        """Name the hosts of the ranks that are missing, and how to start them."""
+        hosts = sorted({rank // self.config.learner.ranks_per_host for rank in missing})
+        named = ", ".join(map(str, hosts))
+        start = f"evolver-async ranks {self.run_dir} --host {hosts[0]}"
+        self.phase = f"wait for the ranks of host {named}: {start}"
+
+    def beat(self) -> Beat:
+        return Beat(role="learner", phase=self.phase)
 
 
 def attend(config: Config, run_dir: Path, ranks: Ranks) -> int:

@@ -25,6 +25,7 @@ from evolver_async.schema import Group
 from evolver_async.weights.probe import separate
 from learner.loss.correction import ActionTokens, Corrected, decoupled
 from learner.optimize import token_budget
+from learner.ranks.meeting import FileMeeting
 from learner.ranks.mesh import Ranks, join
 from learner.run.rank_server import Leader, follow
 from learner.state import LearnerState
@@ -246,7 +247,7 @@ def be_rank(
         token_budget.Gpu = lambda _: Faked(rank)
     for number, (name, resume) in enumerate(plan):
         meeting = directory / f"meeting-{number}"
-        ranks = join(meeting, rank, count, device=device, deadline_s=DEADLINE_S)
+        ranks = join(FileMeeting(meeting), rank, count, device=device, deadline_s=DEADLINE_S)
         out = directory / f"{name}-{'resumed' if resume else 'whole'}-{rank}"
         done = train(name, directory, out, ranks, Path(resume) if resume else None)
         if rank == 0:

@@ -54,16 +54,25 @@ def weight_channel(config: Config) -> Iterator[tuple[str, str]]:
         return
     if kind != "collective":
         yield "weights.address", f"needs weights.kind=collective, which is {kind}"
-    if not re.fullmatch(TCP, weights.address):
-        yield "weights.address", f"must be tcp://host:port, is {weights.address!r}"
-    host, port = host_and_port(weights.address)
-    yield from _port("weights.address", port)
+    yield from open_address("weights", weights.address, weights.trusted_network, "actors")
+
+
+def open_address(
+    section: str, address: str, trusted: bool, guests: str
+) -> Iterator[tuple[str, str]]:
+    """Require an address of the learner's host at which `guests` meet it without encryption."""
+    key = f"{section}.address"
+    if not re.fullmatch(TCP, address):
+        yield key, f"must be tcp://host:port, is {address!r}"
+        return
+    host, port = host_and_port(address)
+    yield from _port(key, port)
     if host in ("*", "0.0.0.0", "::"):
-        interface = "the interface by which actors reach the learner's host"
-        yield "weights.address", f"must name {interface}, is {host}"
-    if not weights.trusted_network and not is_loopback(host):
+        interface = f"the interface by which {guests} reach the learner's host"
+        yield key, f"must name {interface}, is {host}"
+    if not trusted and not is_loopback(host):
         yield (
-            "weights.trusted_network",
+            f"{section}.trusted_network",
             f"{host} is not a loopback address, and weights travel neither encrypted nor"
             " authenticated: set it to true only if you trust all hosts of that network",
         )

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from evolver_async.config.checks.address_checks import endpoint
+from evolver_async.config.checks.address_checks import endpoint, open_address
 from evolver_async.config.effective.inert import guided_members
 from evolver_async.config.sections import Config
 from evolver_async.config.sections.learner import ROUNDING
@@ -31,6 +31,20 @@ def learner(config: Config) -> Iterator[tuple[str, str]]:
             f"{learner.device} is one GPU: with learner.ranks > 1 set cuda, and name the GPUs in"
             " launch.gpus.learner",
         )
+    yield from _hosts(config)
+
+
+def _hosts(config: Config) -> Iterator[tuple[str, str]]:
+    """Require ranks for every host of the learner, and a place where they meet."""
+    learner = config.learner
+    if learner.hosts == 1:
+        return
+    if learner.ranks % learner.hosts:
+        equal = f"equally many ranks, and learner.ranks is {learner.ranks}"
+        yield "learner.hosts", f"{learner.hosts} hosts have {equal}"
+    if config.launch.kind == "ray":
+        yield "learner.hosts", "must be 1: launch.kind=ray places all ranks on one node"
+    yield from open_address("learner", learner.address, learner.trusted_network, "ranks")
 
 
 def teacher(config: Config) -> Iterator[tuple[str, str]]:

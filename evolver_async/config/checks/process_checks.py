@@ -62,7 +62,9 @@ def gpus(config: Config) -> Iterator[tuple[str, str]]:
     models, shards = config.actors.bounds()[1], config.engine.tensor_parallel
     counted = f"actors.{'max' if config.actors.max else 'count'} × engine.tensor_parallel"
     yield from _role_gpus(config, "actors", "engine", models, shards, counted)
-    yield from _role_gpus(config, "learner", "learner", 1, config.learner.ranks, "learner.ranks")
+    ranks, hosts = config.learner.ranks_per_host, config.learner.hosts
+    counted = "learner.ranks" if hosts == 1 else "learner.ranks / learner.hosts"
+    yield from _role_gpus(config, "learner", "learner", 1, ranks, counted)
 
 
 def _role_gpus(

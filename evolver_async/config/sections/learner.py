@@ -278,8 +278,19 @@ class LearnerConfig:
     threads: Annotated[Count, OF_RUN] = 1
     # processes that share one learner: weights, optimizer and micro-batches
     ranks: Annotated[Count, Scope.RUN] = 1
+    # that have equally many ranks: this one, and those of `evolver-async ranks RUN_DIR --host N`
+    hosts: Annotated[Count, Scope.RUN] = 1
+    # tcp://host:port of this host, at which the ranks of several hosts meet
+    address: Annotated[str, Scope.RUN] = ""
+    # allows an address of other hosts; nothing is encrypted there
+    trusted_network: Annotated[bool, Scope.RUN] = False
     # of a common operation of the ranks; then the learner restarts
     deadline_s: Annotated[Positive, Scope.RUN] = 600.0
+
+    @property
+    def ranks_per_host(self) -> int:
+        """The number of ranks on each of its hosts."""
+        return self.ranks // self.hosts
 
 
 def lr_at(step: int, settings: LearnerConfig, *, steps: int) -> float:

@@ -31,7 +31,8 @@ class GpusConfig:
 
     # dealt out in order, engine.tensor_parallel to each of actors.count
     actors: list[int] = field(default_factory=list)
-    learner: list[int] = field(default_factory=list)  # one for each of learner.ranks
+    # one for each of learner.ranks; of several hosts, those of each of them
+    learner: list[int] = field(default_factory=list)
 
 
 NO_CLIENT = (

@@ -44,6 +44,7 @@ from evolver_async.weights import ends as channel
 from evolver_async.weights.lora_receiver import MergingReceiver, whole
 from evolver_async.weights.probe import Probe, add, separate
 from evolver_async.weights.shm import ShmPublisher
+from learner.ranks.meeting import FileMeeting
 from learner.ranks.mesh import Ranks, join
 from learner.run.rank_server import Leader, follow
 from learner.state import LearnerState
@@ -491,7 +492,7 @@ def be_rank(rank: int, tiny: Path, directory: Path) -> None:
     plan = [("both", "float32", None), ("resumed", "float32", alone), ("short", "bfloat16", None)]
     for name, dtype, resume in plan:
         meeting = directory / f"meeting-{name}"
-        ranks = join(meeting, rank, 2, device="cpu", deadline_s=60.0)
+        ranks = join(FileMeeting(meeting), rank, 2, device="cpu", deadline_s=60.0)
         out = directory / f"{name}-{rank}"
         done = short_training(tiny, out, dtype, ranks, Path(resume) if resume else None)
         if rank == 0:

@@ -13,6 +13,7 @@ from torch import nn
 from evolver_async.schema import WeightId
 from evolver_async.weights.shm import ShmPublisher, ShmReceiver
 from learner.ranks.gathered import GatheredWeights
+from learner.ranks.meeting import FileMeeting
 from learner.ranks.mesh import join
 
 pytestmark = pytest.mark.process
@@ -43,7 +44,7 @@ def memory(name: str) -> int:
 def be_rank(rank: int, directory: Path, shared: Path) -> None:
     """Publish twice, in both types; note the peak of this process's memory over the first."""
     torch.set_num_threads(1)
-    ranks = join(directory / "meeting", rank, RANKS, device="cpu", deadline_s=240.0)
+    ranks = join(FileMeeting(directory / "meeting"), rank, RANKS, device="cpu", deadline_s=240.0)
     model = ranks.shard(Wide(), master=False, dtype="float32")
     publishers = [ShmPublisher(shared / f"w{n}") for n in range(2)] if rank == 0 else []
     gc.collect()

@@ -16,6 +16,7 @@ from evolver_async.checkpoint import checkpoints as checkpoint
 from evolver_async.checkpoint import shards
 from evolver_async.config.load import stage_config
 from evolver_async.metrics.writer import Timers
+from learner.ranks.meeting import FileMeeting
 from learner.ranks.mesh import join
 from learner.run.rank_server import Leader, follow
 from learner.state import LearnerState
@@ -33,7 +34,7 @@ def die_while_writing(rank: int, directory: Path, victims: Collection[int]) -> N
     stage = stage_config(settings, 0)
     out = directory / f"of-{rank}"
     out.mkdir()
-    ranks = join(directory / "meeting", rank, 2, device="cpu", deadline_s=DEADLINE_S)
+    ranks = join(FileMeeting(directory / "meeting"), rank, 2, device="cpu", deadline_s=DEADLINE_S)
     updater = Updater(settings, out, Timers(), ranks)
     state = LearnerState(lineage=1)
     saved = 0

@@ -25,6 +25,7 @@ from evolver_async.metrics.alerts import ALERTS
 from evolver_async.metrics.tail import Tail
 from evolver_async.process.setup import RoleArgs
 from learner.optimize.adamw import make_adamw, master, update
+from learner.ranks.meeting import FileMeeting
 from learner.ranks.mesh import alone, check_apart, join
 from learner.run.rank_server import meeting
 
@@ -261,7 +262,7 @@ def test_what_several_ranks_cannot_do_is_refused_by_its_key(key, change):
 
 def leave_at_once(rank: int, directory: Path) -> None:
     """One of two spawned ranks: hears and is gone."""
-    ranks = join(directory / "meeting", rank, 2, device="cpu", deadline_s=60.0)
+    ranks = join(FileMeeting(directory / "meeting"), rank, 2, device="cpu", deadline_s=60.0)
     if rank == 0:
         ranks.tell(b"the end")
     else:
