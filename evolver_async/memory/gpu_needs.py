@@ -50,7 +50,7 @@ def gpus_used(config: Config, count: int) -> tuple[list[int], list[int]]:
 
     return (
         used(config.engine.device, gpus.actors, config.engine.tensor_parallel),
-        used(config.learner.device, gpus.learner, config.learner.ranks),
+        used(config.learner.device, gpus.learner, config.learner.ranks_per_host),
     )
 
 
@@ -80,10 +80,12 @@ def gpu_demands(config: Config, shape: Shape, totals: Sequence[float]) -> Iterat
 
 def _learner_bytes(config: Config, shape: Shape) -> float:
     """Return what one rank holds at least."""
-    held = training_bytes(config, shape) / config.learner.ranks + activation_bytes(config, shape)
+    held = training_bytes(config, shape) / config.learner.shards + activation_bytes(config, shape)
     stages = [stage_as_written(config, index) for index in range(len(config.stages))]
     if (teacher := largest_teacher(stages)) is not None:
-        held += teacher.parameters * DTYPE_BYTES[config.policy.decided_dtype] / config.learner.ranks
+        held += (
+            teacher.parameters * DTYPE_BYTES[config.policy.decided_dtype] / config.learner.shards
+        )
     if not config.policy.lora.rank and channel(config) == "cuda_ipc":
         held += versions_kept(config) * weight_bytes(config, shape)
     return held

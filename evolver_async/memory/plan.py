@@ -156,25 +156,26 @@ def _learner(
     config: Config, stages: list[Config], shape: DecoderShape, gpu: bool
 ) -> Iterable[MemoryPart]:
     """Parts of one rank; with several, the first one, which also publishes."""
-    ranks, copy, adapted = config.learner.ranks, _copy(config, shape), config.policy.lora.rank > 0
+    ranks, shards = config.learner.ranks, config.learner.shards
+    copy, adapted = _copy(config, shape), config.policy.lora.rank > 0
     trained = adapter_parameters(config, shape) if adapted else shape.parameters
     yield _base("learner")
     # Several ranks hold float32 shards; one rank on a short type holds both.
     short = copy if config.policy.decided_dtype != "float32" and ranks == 1 and not adapted else 0
-    weights = (copy if adapted else FLOAT * shape.parameters) / ranks + short
+    weights = (copy if adapted else FLOAT * shape.parameters) / shards + short
     if ranks > 1:
         weights += FLOAT * (shape.layer + shape.embedding)  # gathered for the pass
     yield MemoryPart("weights", weights, _model_key(config), gpu)
-    own = FLOAT * trained / ranks
+    own = FLOAT * trained / shards
     yield MemoryPart("gradients, moments", 3 * own, "learner.ranks", gpu)
     rl = [stages[index] for index, one in enumerate(config.stages) if one.kind == "rl"]
     if any(stage.reads_reference for stage in rl) or _kinds(config) & {"dpo", "kto"}:
         shares = adapted and ranks == 1
-        yield MemoryPart("KL reference", 0 if shares else copy / ranks, "loss.kl_coef", gpu)
+        yield MemoryPart("KL reference", 0 if shares else copy / shards, "loss.kl_coef", gpu)
     if (teacher := largest_teacher(stages)) is not None:
         # Ranks share its layers, and each has the head.
         head = DTYPE_BYTES[config.policy.decided_dtype] * teacher.embedding if ranks > 1 else 0
-        yield MemoryPart("teacher", _copy(config, teacher) / ranks + head, "teacher.path", gpu)
+        yield MemoryPart("teacher", _copy(config, teacher) / shards + head, "teacher.path", gpu)
     if any(stage.advantage.facts.critic for stage in rl):
         yield MemoryPart("critic", _critic(config, shape), "critic.kind", gpu)
     if "reward_model" in _kinds(config):
@@ -215,7 +216,7 @@ def _critic(config: Config, shape: DecoderShape) -> float:
     ranks, copy = config.learner.ranks, shape.decoder * DTYPE_BYTES[config.policy.decided_dtype]
     if config.policy.lora.rank:
         frozen = copy if ranks > 1 else 0
-        return (frozen + 4 * FLOAT * adapter_parameters(config, shape)) / ranks
+        return (frozen + 4 * FLOAT * adapter_parameters(config, shape)) / config.learner.shards
     return _whole(config, shape)
 
 
@@ -223,7 +224,7 @@ def _whole(config: Config, shape: DecoderShape) -> float:
     """Bytes of a decoder with gradients and moments on one rank."""
     ranks, copy = config.learner.ranks, shape.decoder * DTYPE_BYTES[config.policy.decided_dtype]
     short = copy if config.policy.decided_dtype != "float32" and ranks == 1 else 0
-    return 4 * FLOAT * shape.decoder / ranks + short
+    return 4 * FLOAT * shape.decoder / config.learner.shards + short
 
 
 def _reward_shape(config: Config, shape: DecoderShape) -> DecoderShape:

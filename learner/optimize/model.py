@@ -187,7 +187,9 @@ class Models:
             return probe.ProbedWeights(source, within(self.model, measure))
 
     def save_tensors(self, directory: Path) -> None:
-        """Write this rank's part of all tensors."""
+        """Write this rank's part of all tensors, if it is of the first copy."""
+        if self.ranks.rank >= self.ranks.shards:
+            return
         modules, optimizers = {"model": self.model}, {"optimizer": (self.model, self.optimizer)}
         if self.reference is not None:
             modules["reference"] = self.reference
@@ -197,7 +199,7 @@ class Models:
         if (trained := self.reward_model) is not None:
             modules["reward_model"] = trained.module
             optimizers["reward_optimizer"] = trained.module, trained.optimizer
-        save_tensors(directory, modules, optimizers, rank=self.ranks.rank, ranks=self.ranks.count)
+        save_tensors(directory, modules, optimizers, rank=self.ranks.rank, ranks=self.ranks.shards)
 
     def restore_tensors(self, directory: Path) -> None:
         """Replace all tensors by those of a checkpoint.

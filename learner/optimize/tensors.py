@@ -96,7 +96,8 @@ def _fill(tensor: torch.Tensor, stored: Shards, name: str) -> None:
     """Copy a stored tensor, or this rank's part of it."""
     if isinstance(tensor, DTensor):
         mesh, local = tensor.device_mesh, tensor.to_local()
-        found = stored.rows(name, mesh.get_local_rank(), mesh.size())
+        shards = mesh.ndim - 1  # the dimension of the ranks that share a copy
+        found = stored.rows(name, mesh.get_local_rank(shards), mesh.size(shards))
     else:
         local, found = tensor, stored.rows(name)
     if local.shape != found.shape:

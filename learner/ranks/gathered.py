@@ -58,17 +58,20 @@ class GatheredWeights:
                 whole_part(name, self._tensors[name].to(self._dtypes[name]).contiguous())
                 for name in others
             ]
-        size = aligned(BUCKET_BYTES // ranks.count)
+        if ranks.rank >= ranks.shards:
+            return  # another copy
+        size = aligned(BUCKET_BYTES // ranks.shards)
         sent_N = torch.zeros(size, dtype=torch.uint8, device=ranks.device)
-        found_RN = [torch.zeros_like(sent_N) for _ in range(1, ranks.count) if ranks.rank == 0]
+        found_RN = [torch.zeros_like(sent_N) for _ in range(1, ranks.shards) if ranks.rank == 0]
         # Not `gather`: gloo's takes memory for all buckets once more.
         calls = [dist.P2POp(dist.irecv, one_N, rank) for rank, one_N in enumerate(found_RN, 1)]
-        calls = calls or [dist.P2POp(dist.isend, sent_N, 0)]
+        if ranks.rank > 0:
+            calls = [dist.P2POp(dist.isend, sent_N, 0)]
         found_RN = [sent_N, *found_RN] if ranks.rank == 0 else []
         for segments in self._buckets(size):
             for segment in segments:
                 self._fill(segment, sent_N)
-            for work in dist.batch_isend_irecv(calls):
+            for work in dist.batch_isend_irecv(calls) if calls else ():
                 work.wait()
             yield [
                 part
@@ -97,7 +100,7 @@ class GatheredWeights:
     def _fill(self, segment: Segment, sent_N: Tensor) -> None:
         """Put this rank's bytes of a segment, as far as it has any, into its bucket."""
         tensor, dtype = self._tensors[segment.name], self._dtypes[segment.name]
-        if not isinstance(tensor, DTensor) or tensor.placements != (Shard(0),):
+        if not isinstance(tensor, DTensor) or tensor.placements[-1] != Shard(0):
             raise Inconsistency(f"{segment.name}: is not sharded by its rows")
         first, last = segment.start // dtype.itemsize, segment.end // dtype.itemsize
         share_N = tensor.to_local().reshape(-1)[first:last]
@@ -118,4 +121,4 @@ class GatheredWeights:
         """Bytes of the first rank's rows of a tensor, of which no rank has more."""
         entry = self.layout.entries[name]
         rows = entry["shape"][0]
-        return -(-rows // self._ranks.count) * (nbytes(entry) // max(1, rows))
+        return -(-rows // self._ranks.shards) * (nbytes(entry) // max(1, rows))

@@ -51,6 +51,8 @@ GLOO_INTERFACE, NCCL_INTERFACE = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 class Ranks:
     """This process among `count` ranks; without a mesh it is alone and all calls are trivial.
 
+    `copies`: of the weights, each shared by equally many ranks in a row; a mesh of several has two
+    dimensions, and ranks at the same place of different copies hold the same share.
     `host`: group for data in host memory, with the deadline; `calls`: group for calls of rank 0.
     `progress`: of this rank's passes; `layers`: times of its own computations.
     """
@@ -58,11 +60,17 @@ class Ranks:
     device: torch.device
     rank: int = 0
     count: int = 1
+    copies: int = 1
     mesh: DeviceMesh | None = None
     host: dist.ProcessGroup | None = None
     calls: dist.ProcessGroup | None = None
     progress: StepProgress = field(default_factory=StepProgress)
     layers: LayerTimes = field(default_factory=LayerTimes)
+
+    @property
+    def shards(self) -> int:
+        """The number of ranks that share the copy of which rank 0 has a share."""
+        return self.count // self.copies
 
     def shard(
         self, model: torch.nn.Module, *, master: bool, dtype: str, drops: bool = False
@@ -215,6 +223,7 @@ def join(
     device: str,
     deadline_s: float,
     here: int | None = None,
+    copies: int = 1,
     nccl_leaves: bool = False,
     agreed: Callable[[Store, int], None] = lambda store, rank: None,
 ) -> Ranks:
@@ -248,12 +257,29 @@ def join(
         )
         host = dist.new_group(backend="gloo", timeout=deadline)
         calls = dist.new_group(backend="gloo", timeout=ENDLESS)
+        mesh = _mesh(where.type, rank, count, copies, deadline)
     assert isinstance(host, dist.ProcessGroup) and isinstance(calls, dist.ProcessGroup)
-    # init_device_mesh can make another group, which has no deadline.
-    ranks = dist.group.WORLD
-    assert ranks is not None
-    mesh = DeviceMesh.from_group(ranks, where.type)
-    return Ranks(where, rank, count, mesh, host, calls)
+    return Ranks(where, rank, count, copies, mesh, host, calls)
+
+
+def _mesh(kind: str, rank: int, count: int, copies: int, deadline: timedelta) -> DeviceMesh:
+    """Arrange the ranks; init_device_mesh can make groups of its own, which have no deadline."""
+    if copies == 1:
+        world = dist.group.WORLD
+        assert world is not None
+        return DeviceMesh.from_group(world, kind)
+    places_CS = torch.arange(count).view(copies, -1)
+    groups = {
+        tuple(ranks): dist.new_group(ranks, timeout=deadline)
+        for ranks in (*places_CS.T.tolist(), *places_CS.tolist())
+    }
+    own: list[dist.ProcessGroup] = []
+    for lines in (places_CS.T.tolist(), places_CS.tolist()):
+        (line,) = (ranks for ranks in lines if rank in ranks)
+        group = groups[tuple(line)]
+        assert isinstance(group, dist.ProcessGroup)
+        own.append(group)
+    return DeviceMesh.from_group(own, kind, mesh=places_CS, mesh_dim_names=("copies", "shards"))
 
 
 def check_apart(store: Store, rank: int, count: int, gpu: str) -> None:

@@ -158,6 +158,7 @@ def meeting(config: Config, args: RoleArgs) -> Iterator[Ranks | None]:
             device=learner.device,
             deadline_s=learner.deadline_s,
             here=args.rank % learner.ranks_per_host,
+            copies=learner.ranks // learner.shards,
             nccl_leaves=leaves_host(config),
             agreed=partial(agree, facts=facts_of(config)),
         )

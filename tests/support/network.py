@@ -1,6 +1,7 @@
 """What tests need of the network: IPv6, and a far host in a namespace behind a virtual cable."""
 
 import contextlib
+import ctypes
 import os
 import shutil
 import socket
@@ -41,6 +42,12 @@ class FarHost:
     def command(self, *command: str) -> list[str]:
         """The command, to be run there."""
         return ["ip", "netns", "exec", self.name, *command]
+
+    def enter(self) -> None:
+        """Move this thread, and those that it starts, there."""
+        with open(f"/var/run/netns/{self.name}") as namespace:
+            found = ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), 0)
+        assert found == 0, os.strerror(ctypes.get_errno())
 
     def cut(self) -> None:
         assert run("ip", "link", "set", self.cable, "down")

@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from evolver_async.schema import Group
 from evolver_async.weights.probe import separate
 from learner.loss.correction import ActionTokens, Corrected, decoupled
 from learner.optimize import token_budget
-from learner.ranks.meeting import FileMeeting
+from learner.ranks.meeting import AddressMeeting, FileMeeting, Meeting
 from learner.ranks.mesh import Ranks, join
 from learner.run.rank_server import Leader, follow
 from learner.state import LearnerState
@@ -237,17 +237,22 @@ def be_rank(
     directory: Path,
     plan: list[tuple[str, str | None]],
     device: str = "cpu",
+    addresses: Sequence[str] = (),
+    copies: int = 1,
 ) -> None:
     """One of `count` spawned ranks: the trainings of `plan`, one after another.
 
     Each is a name and the checkpoint that it goes on from; rank 0 writes down what comes out.
+    `addresses`: where the ranks meet for each, instead of at a file.
     """
     torch.set_num_threads(1)
     if device == "cpu":
         token_budget.Gpu = lambda _: Faked(rank)
     for number, (name, resume) in enumerate(plan):
-        meeting = directory / f"meeting-{number}"
-        ranks = join(FileMeeting(meeting), rank, count, device=device, deadline_s=DEADLINE_S)
+        place: Meeting = FileMeeting(directory / f"meeting-{number}")
+        if addresses:
+            place = AddressMeeting(addresses[number])
+        ranks = join(place, rank, count, device=device, deadline_s=DEADLINE_S, copies=copies)
         out = directory / f"{name}-{'resumed' if resume else 'whole'}-{rank}"
         done = train(name, directory, out, ranks, Path(resume) if resume else None)
         if rank == 0:

@@ -65,7 +65,9 @@ def test_a_learner_over_two_hosts_goes_on_from_its_checkpoint_without_either_ran
                 for find in (partial(rank_of, host), lambda: run.children().get("learner")):
                     wait_for(find, "a rank").send_signal(signal.SIGKILL)
                     before = steps_of(run_dir)
-                    wait_for(lambda: steps_of(run_dir) > before + 4, "steps after a loss")
+                    wait_for(
+                        lambda before=before: steps_of(run_dir) > before + 4, "steps after a loss"
+                    )
                 run.process.send_signal(signal.SIGINT)
                 code, errors = run.end()
                 assert code == 128 + signal.SIGINT, (errors, run.logs())

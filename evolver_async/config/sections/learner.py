@@ -278,8 +278,11 @@ class LearnerConfig:
     threads: Annotated[Count, OF_RUN] = 1
     # processes that share one learner: weights, optimizer and micro-batches
     ranks: Annotated[Count, Scope.RUN] = 1
-    # that have equally many ranks: this one, and those of `evolver-async ranks RUN_DIR --host N`
+    # with equally many ranks: this one, and those of `evolver-async ranks RUN_DIR --host N`
     hosts: Annotated[Count, Scope.RUN] = 1
+    # the ranks that share weights and optimizer: all, or those of each host, which then has a
+    # whole copy, and hosts send each other gradients alone
+    sharding: Annotated[Literal["all", "host"], Scope.RUN] = "all"
     # tcp://host:port of this host, at which the ranks of several hosts meet
     address: Annotated[str, Scope.RUN] = ""
     # allows an address of other hosts; nothing is encrypted there
@@ -291,6 +294,11 @@ class LearnerConfig:
     def ranks_per_host(self) -> int:
         """The number of ranks on each of its hosts."""
         return self.ranks // self.hosts
+
+    @property
+    def shards(self) -> int:
+        """The number of ranks that share one copy of the weights."""
+        return self.ranks if self.sharding == "all" else self.ranks_per_host
 
 
 def lr_at(step: int, settings: LearnerConfig, *, steps: int) -> float:
