@@ -1,4 +1,4 @@
-"""What explorations teach: solutions of the tasks made of them, and what they tried in vain."""
+"""Lessons of explorations: solutions of the tasks made of them, and what they tried in vain."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""Where the ranks of a learner meet: a private file of one host, or an address of the first one.
+"""Meeting places of the ranks of a learner: a private file of one host, or an address.
 
 The first rank keeps the store at an address. It ends with that process, so that ranks which start
 again can meet the next first rank alone.

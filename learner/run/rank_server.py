@@ -193,7 +193,7 @@ def _meeting_of(config: Config, args: RoleArgs) -> Iterator[Meeting]:
 
 @dataclass
 class Waits:
-    """What the first rank waits for before the learner begins."""
+    """The first rank's report of who is missing before the learner begins."""
 
     config: Config
     run_dir: Path
