@@ -62,10 +62,8 @@ class Distillation:
         members = minibatch.members[self.taught.length_P[minibatch.members] > 0]
         guided = Minibatch(self.taught.sampled, members)
         total, sum_kl = 0.0, 0.0
-        budget = ranks.budget(token_budget, partial(guided.laid_lengths, self.layout))
-        micros = guided.micro_batches(budget, ranks.device, self.layout)
         ranks.plan(guided, self.layout, gradient=True)
-        for teacher in ranks.passes(micros):
+        for teacher in ranks.passes(guided, token_budget, self.layout):
             if teacher is None:
                 idle_gradients(model, ranks, packed=self.layout != "padded")
                 continue

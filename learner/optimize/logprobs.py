@@ -52,10 +52,8 @@ class Scorer:
         minibatch: Minibatch,
     ) -> Array:
         found_N = np.zeros_like(minibatch.batch.mu_N)
-        budget = self.ranks.budget(self.token_budget, partial(minibatch.laid_lengths, self.layout))
-        micros = minibatch.micro_batches(budget, self.ranks.device, self.layout)
         self.ranks.plan(minibatch, self.layout, gradient=False)
-        for micro in self.ranks.passes(micros):
+        for micro in self.ranks.passes(minibatch, self.token_budget, self.layout):
             if micro is None:
                 idle(model, self.ranks.device, packed=self.layout != "padded")
                 continue
