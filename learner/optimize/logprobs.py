@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from evolver_async.config import Config
+from evolver_async.config.sections.learner import chunk_tokens
 from evolver_async.metrics.writer import Timers
 from evolver_async.model import policy
 from evolver_async.schema import Array
@@ -64,8 +65,10 @@ class Scorer:
 
     def _guessed(self, model: torch.nn.Module, micro: MicroBatch) -> torch.Tensor:
         _, head = policy.split_model(model)
-        chunks = self._hidden(model, micro).split(self.chunk)
-        best_Q = torch.cat([head(hidden_CD).argmax(-1) for hidden_CD in chunks])
+        assert isinstance(head, torch.nn.Linear)
+        hidden_QD = self._hidden(model, micro)
+        chunk = chunk_tokens(self.chunk, head.out_features, gpu=hidden_QD.is_cuda)
+        best_Q = torch.cat([head(hidden_CD).argmax(-1) for hidden_CD in hidden_QD.split(chunk)])
         return (best_Q == micro.target_Q).float().index_select(0, micro.prediction_N)
 
     def _hidden(self, model: torch.nn.Module, micro: MicroBatch) -> torch.Tensor:

@@ -18,6 +18,7 @@ import bench_packing
 from bench_packing import Scale
 from micro_batches import actions
 
+from evolver_async.config.sections.learner import LOGITS
 from evolver_async.model import attention, policy
 from evolver_async.model.attention import Borders, flash_fits, packed_attention
 from learner.data.batch import Minibatch
@@ -164,7 +165,7 @@ def test_memory_of_logprobs_depends_on_neither_tokens_nor_vocabulary(figure):
             rose = torch.cuda.max_memory_allocated() - before
             figure(f"log-probs, {vocabulary} x {tokens}", rose / 2**20, "MiB")
             needed.append(rose - 2 * weight.nbytes - 4 * hidden.nbytes)
-    assert max(needed) <= 8 * 4 * policy.GPU_LOGITS
+    assert max(needed) <= 8 * 4 * LOGITS[True]
 
 
 @pytest.mark.gpu

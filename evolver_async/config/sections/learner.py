@@ -259,7 +259,9 @@ class LearnerConfig:
     prefix_trees: Annotated[Literal["auto", "always", "never"], OF_RUN] = "auto"
     # recompute layers in the backward pass, for less memory
     gradient_checkpointing: Annotated[bool, OF_RUN] = False
-    logprob_chunk: Count = 4096  # most tokens of one chunk of the vocabulary projection
+    # tokens of one chunk of the vocabulary projection, whose logits exist at once; 0: as many as
+    # 128 MiB of logits in float32 hold, on a GPU 512 MiB
+    logprob_chunk: int = 0
     lr: float = 5e-4
     warmup_steps: int = 5  # learner steps
     decay: Literal["none", "linear", "cosine"] = "linear"  # over the stage's steps
@@ -280,6 +282,14 @@ class LearnerConfig:
     ranks: Annotated[Count, Scope.RUN] = 1
     # of a common operation of the ranks; then the learner restarts
     deadline_s: Annotated[Positive, Scope.RUN] = 600.0
+
+
+LOGITS = {False: 1 << 25, True: 1 << 27}  # of a chunk, and on a GPU
+
+
+def chunk_tokens(logprob_chunk: int, vocabulary: int, *, gpu: bool) -> int:
+    """Return the tokens of one chunk of the vocabulary projection by `learner.logprob_chunk`."""
+    return logprob_chunk or max(1, LOGITS[gpu] // vocabulary)
 
 
 def lr_at(step: int, settings: LearnerConfig, *, steps: int) -> float:
