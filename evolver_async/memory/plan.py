@@ -13,13 +13,13 @@ from pathlib import Path
 
 from evolver_async.config import Config
 from evolver_async.config.load import stage_config
-from evolver_async.config.sections.learner import chunk_tokens
 from evolver_async.config.sections.reward import REWARD_MODEL
 from evolver_async.config.sections.weight_channel import channel, versions_kept
 from evolver_async.config.shape import DecoderShape, shape_of, teacher_shape
 from evolver_async.memory.bounds import MAX_COPIED
 from evolver_async.memory.units import DTYPE_BYTES, FLOAT, MIB, stored
 from evolver_async.memory.vllm_limits import cpu_kv_bytes
+from evolver_async.model.logit_chunks import chunk_tokens
 
 PREFILL = "prefill"  # held while an engine computes: in a serial run one at a time
 MERGED = "merged weights"  # of an engine on a CPU

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from evolver_async.config.sections.learner import chunk_tokens
+from evolver_async.model.logit_chunks import chunk_tokens
 
 # In place of a masked logit. Not -inf: an entropy would add 0 · inf.
 MASKED = -1e30
@@ -210,5 +210,6 @@ class _Chunks(torch.autograd.Function):
                 by_weight_VD.addmm_(by_logits_NV.T, hidden_ND[rows])
             elif by_weight_VD is not None:
                 by_weight_VD += by_logits_NV.T @ hidden_ND[rows]
+            del by_logits_NV  # before the next chunk's logits exist
         weights = (None if one is None else one.to(dtype) for one in (by_weight_VD, by_bias_V))
         return by_hidden_ND, *weights, None, None

@@ -121,7 +121,7 @@ class Distillation:
 
 @dataclass(frozen=True)
 class ComparedReadout(Readout):
-    """What `compare` finds of the logits; arguments as of `compared`."""
+    """Divergences that `compare` finds of logits; arguments as of `compared`."""
 
     known: list[torch.Tensor]
     masks: TokenMasks | None

@@ -9,9 +9,9 @@ import numpy as np
 import torch
 
 from evolver_async.config import Config
-from evolver_async.config.sections.learner import chunk_tokens
 from evolver_async.metrics.writer import Timers
 from evolver_async.model import policy
+from evolver_async.model.logit_chunks import chunk_tokens
 from evolver_async.schema import Array
 from learner.advantage import group_relative
 from learner.advantage.shaped_rewards import penalises

@@ -16,8 +16,8 @@ import sys
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from evolver_async.config.sections.learner import LOGITS
 from evolver_async.model import policy
+from evolver_async.model.logit_chunks import LOGITS
 
 HIDDEN = 64
 VOCABULARIES = (8192, 32768, 131072)

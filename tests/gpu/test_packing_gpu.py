@@ -18,9 +18,9 @@ import bench_packing
 from bench_packing import Scale
 from micro_batches import actions
 
-from evolver_async.config.sections.learner import LOGITS
 from evolver_async.model import attention, policy
 from evolver_async.model.attention import Borders, flash_fits, packed_attention
+from evolver_async.model.logit_chunks import LOGITS
 from learner.data.batch import Minibatch
 from learner.optimize import token_budget
 from learner.ranks.mesh import alone

@@ -284,14 +284,6 @@ class LearnerConfig:
     deadline_s: Annotated[Positive, Scope.RUN] = 600.0
 
 
-LOGITS = {False: 1 << 25, True: 1 << 27}  # of a chunk, and on a GPU
-
-
-def chunk_tokens(logprob_chunk: int, vocabulary: int, *, gpu: bool) -> int:
-    """Return the tokens of one chunk of the vocabulary projection by `learner.logprob_chunk`."""
-    return logprob_chunk or max(1, LOGITS[gpu] // vocabulary)
-
-
 def lr_at(step: int, settings: LearnerConfig, *, steps: int) -> float:
     """Return the learning rate of step `step` (from 0) of a stage of `steps` steps.
 

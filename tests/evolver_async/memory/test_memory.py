@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from evolver_async.config import Config, ConfigError
 from evolver_async.config.load import load
-from evolver_async.config.sections.learner import LOGITS
 from evolver_async.config.shape import DecoderShape, shape_of
 from evolver_async.doctor.probes.recipe import model
 from evolver_async.memory import host_memory
@@ -29,6 +28,7 @@ from evolver_async.memory.plan import (
     logits_bytes,
     memory_plan,
 )
+from evolver_async.model.logit_chunks import LOGITS
 
 ROOT = Path(__file__).parents[3]
 RECIPE = ROOT / "configs" / "bandit.yaml"

