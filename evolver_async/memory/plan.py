@@ -19,8 +19,8 @@ from evolver_async.config.shape import DecoderShape, shape_of, teacher_shape
 from evolver_async.memory.bounds import MAX_COPIED
 from evolver_async.memory.units import DTYPE_BYTES, FLOAT, MIB, stored
 from evolver_async.memory.vllm_limits import cpu_kv_bytes
+from evolver_async.model.logit_chunks import chunk_tokens
 
-LOGITS = {False: 1 << 25, True: 1 << 27}  # most of a chunk, and on a GPU: as in model.policy
 PREFILL = "prefill"  # held while an engine computes: in a serial run one at a time
 MERGED = "merged weights"  # of an engine on a CPU
 LOADING = "weights on their way to the GPU"  # likewise, while an engine begins
@@ -362,7 +362,7 @@ def logits_bytes(config: Config, shape: DecoderShape, gpu: bool) -> float:
     """Bytes of one chunk's logits, log-probs and their gradients, in float32, and of what sums the
     head's gradient of several chunks in float32 if the head has a short type."""
     tokens = config.learner.token_budget or config.policy.max_length
-    chunk = min(config.learner.logprob_chunk, LOGITS[gpu] // shape.vocabulary, tokens)
+    chunk = min(chunk_tokens(config.learner.logprob_chunk, shape.vocabulary, gpu=gpu), tokens)
     summed = 0
     if chunk < tokens and config.policy.decided_dtype != "float32" and not config.policy.lora.rank:
         # the sum, what is added to it, and that as it was computed

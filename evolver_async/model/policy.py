@@ -23,7 +23,7 @@ from transformers.utils import logging
 from evolver_async.files import follow_umask
 from evolver_async.model.attention import NAME as PACKED
 from evolver_async.model.cpu import lean
-from evolver_async.model.projection import TokenMasks, project, projection_of
+from evolver_async.model.projection import TargetReadout, TokenMasks, read_out
 from evolver_async.model.rows.borders import Borders
 from evolver_async.model.tiny import make_tiny  # noqa: F401 (the wings take it from here)
 from evolver_async.model.tokenizer import (  # noqa: F401 (these, too)
@@ -35,9 +35,6 @@ from evolver_async.model.tokenizer import (  # noqa: F401 (these, too)
 
 logging.disable_progress_bar()  # that of transformers would break the run's live panel
 
-LOGITS = 1 << 25  # per chunk at most: 128 MiB in float32, five times that at the peak
-# A head in a short type adds its whole gradient in float32 once a chunk: fewer, larger ones.
-GPU_LOGITS = 1 << 27
 ENLARGED = 1e4  # factor of the logits of a check, far beyond what models cap theirs at
 
 
@@ -71,8 +68,29 @@ def load_model(directory: str | Path, *, dtype: str, device: str) -> PreTrainedM
     # cuDNN's attention plans anew for every shape on a GPU, and most passes have another one.
     torch.backends.cuda.enable_cudnn_sdp(False)
     nn.Module.to(model, device).eval()
+    if model.device.type == "cuda":
+        fuse_norms(model)
     _check_plain(model, directory)
     return model
+
+
+@torch.no_grad()
+def fuse_norms(model: nn.Module) -> None:
+    """Replace norms by torch's, which are one kernel on a GPU, where these compute the same.
+
+    transformers' move nearly half of the bytes of a layer that products do not. Engine and learner
+    both load with them, so that they round alike.
+    """
+    for name, plain in [*model.named_modules()]:
+        weight, eps = getattr(plain, "weight", None), getattr(plain, "variance_epsilon", None)
+        if not type(plain).__name__.endswith("RMSNorm") or weight is None or eps is None:
+            continue
+        fused = nn.RMSNorm(len(weight), eps, device="meta")
+        fused.weight = weight
+        probe_ND = torch.linspace(-3, 3, 4 * len(weight)).view(4, -1).to(weight)
+        # Gemma's add 1 to their weights, for example.
+        if torch.allclose(plain(probe_ND), fused(probe_ND), rtol=2e-2, atol=1e-2):
+            model.set_submodule(name, fused)
 
 
 @torch.no_grad()
@@ -180,7 +198,7 @@ def token_logprobs(
     tokens_BT: Tensor,
     mask_BT: Tensor,
     temperature: float = 1.0,
-    chunk: int = 4096,
+    chunk: int = 0,
     *,
     select_BT: Tensor | None = None,
     hidden_BTD: Tensor | None = None,
@@ -194,8 +212,8 @@ def token_logprobs(
     ignores it, and positions are column numbers. Returns float32 logprobs_BT and entropy_BT (zero
     unless `with_entropy`); index t belongs to token t; index 0 and all that is not selected are 0.
     `select_BT` defaults to the real tokens. Only selected positions are projected to the
-    vocabulary, `chunk` at a time and at most `logits_at_once` values; chunks are recomputed in the
-    backward pass: memory for logits is bounded for any vocabulary and any number of tokens.
+    vocabulary, `chunk` at a time, with 0 as many as `chunk_tokens` finds; chunks are recomputed in
+    the backward pass: memory for logits is bounded for any number of tokens.
     Temperature 0 is greedy decoding: log-probs are then those of temperature 1. `entropy_top_k` > 0
     keeps the value of the entropy and gives it the gradient of the entropy among the k likeliest
     tokens (AEnt, arXiv 2509.03493): a bonus on it preserves alternatives without raising every
@@ -224,11 +242,6 @@ def token_logprobs(
     return blank_BT.index_put(index, logprobs_N), blank_BT.index_put(index, entropy_N)
 
 
-def logits_at_once(device: torch.device) -> int:
-    """Return the largest number of logits that one chunk may have."""
-    return GPU_LOGITS if device.type == "cuda" else LOGITS
-
-
 def target_logprobs(
     model: nn.Module,
     hidden_ND: Tensor,
@@ -245,21 +258,9 @@ def target_logprobs(
     `masks`: of targets that were sampled under a grammar.
     """
     _, head = split_model(model)
-    assert isinstance(model, PreTrainedModel)
-    chunk = max(1, min(chunk, logits_at_once(hidden_ND.device) // model.config.vocab_size))
-    # A single chunk is within the bound of memory; recomputing it would only cost time.
-    recompute = torch.is_grad_enabled() and len(targets_N) > chunk
-    projection = projection_of(head, recompute)
-    project_chunk = partial(project, projection, temperature, with_entropy, entropy_top_k)
-    targets = targets_N.long().split(chunk)
-    ruled = [None] * len(targets) if masks is None else map(masks.of, masks.mask_N.split(chunk))
-    parts = [
-        checkpoint(project_chunk, *pieces, use_reentrant=False, preserve_rng_state=False)
-        if recompute
-        else project_chunk(*pieces)
-        for pieces in zip(hidden_ND.split(chunk), targets, ruled, strict=True)
-    ]
-    logprobs_N, entropy_N = (torch.cat(part) for part in zip(*parts, strict=True))
+    targets_N = targets_N.long()
+    readout = TargetReadout(targets_N, temperature, with_entropy, entropy_top_k, masks)
+    logprobs_N, entropy_N = read_out(head, hidden_ND, readout, chunk)
     return logprobs_N, entropy_N
 
 

@@ -18,7 +18,7 @@ from evolver_async.model.projection import TokenMasks
 from evolver_async.model.rows.borders import Borders
 from evolver_async.model.rows.prefix_trees import SortedRows
 from evolver_async.schema import Array
-from learner.data.packing import Layout, cut_rows, cut_trees, place, ranges
+from learner.data.packing import Layout, RowCost, cut_rows, cut_trees, deal_rows, place, ranges
 
 UNKNOWN_LAG = -1  # of tokens that no version of this run sampled
 
@@ -287,14 +287,24 @@ class Minibatch:
         ]
 
     def micro_batches(
-        self, token_budget: int, device: torch.device, layout: Layout = "padded"
-    ) -> Iterator[MicroBatch]:
+        self,
+        token_budget: int,
+        device: torch.device,
+        layout: Layout = "padded",
+        *,
+        rank: int = 0,
+        ranks: int = 1,
+        cost: RowCost | None = None,
+    ) -> Iterator[MicroBatch | None]:
         """Yield micro-batches of at most `token_budget` tokens, padding included.
 
         Padded and packed, the longest rows come first, so that a budget beyond the memory fails at
         once. Trees take rows that begin alike together; tokens that rows share count once.
         A trajectory is never split (trajectory-level weights need all its tokens), nor a group with
         `whole_groups`: one whose rows alone exceed the budget gets a micro-batch of its own.
+        Of several `ranks` each gets a share, equally many micro-batches, and None where none is
+        left. Those of the same place are computed at the same time: packed, all are dealt so that
+        they `cost` about the same; otherwise those of one place do.
         """
         batch = self.batch
         unit_P = batch.group_P if batch.whole_groups else np.arange(len(batch.group_P))
@@ -302,13 +312,17 @@ class Minibatch:
         for row in self.rows.tolist():
             rows_of[int(unit_P[batch.trajectory_R[row]])].append(row)
         units = list(rows_of.values())
+        length_R = np.diff(batch.row_start_R)
         if layout == "tree":
             tokens = {row: _row(batch, row) for unit in units for row in unit}
             parts = cut_trees(units, tokens, token_budget)
+        elif layout == "packed" and ranks > 1:
+            cost_R = (cost or RowCost())(length_R, np.diff(batch.action_start_R))
+            parts = deal_rows(units, length_R, cost_R, token_budget, ranks)
         else:
-            parts = cut_rows(units, np.diff(batch.row_start_R), token_budget, layout)
-        for part in parts:
-            yield lay_out(batch, np.array(part), device, layout)
+            parts = cut_rows(units, length_R, token_budget, layout)
+        while some := list(itertools.islice(parts, ranks)):
+            yield lay_out(batch, np.array(some[rank]), device, layout) if some[rank:] else None
 
 
 def _row(batch: Batch, row: int) -> Array:

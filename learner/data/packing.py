@@ -7,6 +7,7 @@ from typing import Literal
 import numpy as np
 import torch
 
+from evolver_async.config.shape import DecoderShape
 from evolver_async.model.rows.borders import Borders
 from evolver_async.model.rows.prefix_trees import SortedRows, merge
 from evolver_async.schema import Array
@@ -45,6 +46,58 @@ def place(rows: Sequence[Array], device: torch.device, layout: Layout) -> Placed
         place_A, borders = merged.place_A, merged.borders
         tokens_1T = tokens_A[merged.source_T][None]
     return Placed(tokens_1T, np.ones_like(tokens_1T, bool), place_A, borders)
+
+
+@dataclass(frozen=True)
+class RowCost:
+    """Price of a row in a forward pass, in units of what layers compute of a token without scores.
+
+    squared: of its tokens, squared, for the scores of attention. action: of an ACTION token, for
+    the projection onto the vocabulary.
+    """
+
+    squared: float = 0.0
+    action: float = 0.0
+
+    @classmethod
+    def of(cls, shape: DecoderShape) -> "RowCost":
+        """Count the multiplications of a decoder; the mask of attention spares half of them."""
+        mlps = 3 * shape.inner * shape.active
+        layer = shape.hidden * (2 * shape.queries + 2 * shape.keys + mlps)
+        return cls(shape.queries / layer, shape.embedding / (shape.layers * layer))
+
+    def __call__(self, length_R: Array, actions_R: Array) -> Array:
+        """Return the prices of rows of so many tokens, of which so many are ACTION tokens."""
+        return length_R + self.squared * length_R.astype(np.float64) ** 2 + self.action * actions_R
+
+
+def deal_rows(
+    units: list[list[int]], length_R: Array, cost_R: Array, token_budget: int, count: int
+) -> Iterator[list[int]]:
+    """Deal units of rows out to parts within the budget, packed, the dearest part first.
+
+    There are as few rounds of `count` parts, which run at the same time, as can hold the rows, and
+    the parts cost about the same: each unit, the dearest first, goes to the part that costs least
+    so far and has room. One that exceeds the budget alone is a part of its own.
+    """
+    tokens_U = np.array([length_R[rows].sum() for rows in units], np.int64)
+    cost_U = np.array([cost_R[rows].sum() for rows in units])
+    rounds = -(-int(tokens_U.sum()) // (token_budget * count))
+    while True:
+        tokens_P, cost_P = np.zeros((2, rounds * count))
+        parts = [list[int]() for _ in tokens_P]
+        for unit in np.argsort(-cost_U, kind="stable"):
+            room_P = (tokens_P == 0) | (tokens_P + tokens_U[unit] <= token_budget)
+            if not room_P.any():
+                break
+            part = int(np.argmin(np.where(room_P, cost_P, np.inf)))
+            parts[part] += units[unit]
+            tokens_P[part] += tokens_U[unit]
+            cost_P[part] += cost_U[unit]
+        else:
+            yield from (parts[part] for part in np.argsort(-cost_P, kind="stable") if parts[part])
+            return
+        rounds += 1
 
 
 def cut_rows(

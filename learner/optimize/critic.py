@@ -97,9 +97,8 @@ class Critic:
         value_N = np.zeros_like(batch.mu_N)
         end_value_R = np.zeros(len(batch.trajectory_R), np.float32)
         whole = batch.whole()
-        budget = ranks.budget(token_budget, partial(whole.laid_lengths, layout))
         ranks.plan(whole, layout, gradient=False)
-        for micro in ranks.passes(whole.micro_batches(budget, ranks.device, layout)):
+        for micro in ranks.passes(whole, token_budget, layout):
             if micro is None:
                 within(model, partial(self._idle, model, ranks.device, layout != "padded"))
                 continue

@@ -11,17 +11,15 @@ guided answers estimates the KL between both distributions of whole answers with
 has a gradient where the bare policy never finds the answer.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import torch
-from torch.utils.checkpoint import checkpoint
-from transformers import PreTrainedModel
 
 from evolver_async.config import Config
 from evolver_async.model import policy
-from evolver_async.model.projection import TokenMasks, masked, projection_of
+from evolver_async.model.projection import Readout, TokenMasks, masked, read_out
 from learner.data.batch import Batch, MicroBatch, Minibatch, lay_out
 from learner.data.packing import Layout
 from learner.loss.divergence import divergence
@@ -62,10 +60,8 @@ class Distillation:
         members = minibatch.members[self.taught.length_P[minibatch.members] > 0]
         guided = Minibatch(self.taught.sampled, members)
         total, sum_kl = 0.0, 0.0
-        budget = ranks.budget(token_budget, partial(guided.laid_lengths, self.layout))
-        micros = guided.micro_batches(budget, ranks.device, self.layout)
         ranks.plan(guided, self.layout, gradient=True)
-        for teacher in ranks.passes(micros):
+        for teacher in ranks.passes(guided, token_budget, self.layout):
             if teacher is None:
                 idle_gradients(model, ranks, packed=self.layout != "padded")
                 continue
@@ -119,8 +115,42 @@ class Distillation:
             _, known_head = policy.split_model(self.reference)
         else:
             known_head = head
-        compare = partial(from_hidden, projection_of(known_head, False), heat, self.kind, 0.5)
+        compare = partial(from_hidden, known_head, heat, self.kind, 0.5)
         return compared(model, hidden_ND, [known_ND], masks_N, heat, self.chunk, compare)
+
+
+@dataclass(frozen=True)
+class ComparedReadout(Readout):
+    """Divergences that `compare` finds of logits; arguments as of `compared`."""
+
+    known: list[torch.Tensor]
+    masks: TokenMasks | None
+    temperature: float
+    compare: Callable[..., torch.Tensor]
+
+    def prepare(self, logits_NV: torch.Tensor, rows: slice) -> torch.Tensor:
+        scaled_NV = logits_NV.float() / self.temperature
+        masks = self._masks(rows)
+        return scaled_NV if masks is None else masked(scaled_NV, *masks)
+
+    def values(self, prepared_NV: torch.Tensor, rows: slice) -> tuple[torch.Tensor, ...]:
+        known = (one[rows] for one in self.known)
+        return (self.compare(prepared_NV, self._masks(rows), *known),)
+
+    def gradient(
+        self,
+        prepared_NV: torch.Tensor,
+        rows: slice,
+        by_values: Sequence[torch.Tensor | None],
+        dtype: torch.dtype,
+    ) -> torch.Tensor:
+        with torch.enable_grad():
+            (found_N,) = self.values(prepared_NV.requires_grad_(), rows)
+        (by_prepared_NV,) = torch.autograd.grad(found_N, prepared_NV, by_values[0])
+        return (by_prepared_NV / self.temperature).to(dtype)
+
+    def _masks(self, rows: slice) -> TokenMasks | None:
+        return None if self.masks is None else self.masks.of(self.masks.mask_N[rows])
 
 
 def compared(
@@ -132,39 +162,16 @@ def compared(
     chunk: int,
     compare: Callable[..., torch.Tensor],
 ) -> torch.Tensor:
-    """Compare the student's logits with what is known of every token, in chunks of `chunk` at most,
-    which the backward pass computes again; return float32[N].
+    """Compare the student's logits with what is known of every token, in chunks, which the backward
+    pass computes again; return float32[N].
 
     hidden_ND: the student's hidden states behind which the tokens are predicted. known: tensors
     with an entry for each token. compare: (logits_NV, masks of the tokens, *known) of a chunk.
     """
     _, head = policy.split_model(model)
-    assert isinstance(model, PreTrainedModel)
-    # Two distributions are held at a time.
-    most = policy.logits_at_once(hidden_ND.device) // 2
-    chunk = max(1, min(chunk, most // model.config.vocab_size))
-    recompute = len(hidden_ND) > chunk
-    project = projection_of(head, recompute)
-
-    def compute(
-        hidden_ND: torch.Tensor, masks: TokenMasks | None, *known: torch.Tensor
-    ) -> torch.Tensor:
-        logits_NV = project(hidden_ND).float() / temperature
-        return compare(logits_NV if masks is None else masked(logits_NV, *masks), masks, *known)
-
-    parts = hidden_ND.split(chunk)
-    ruled = [None] * len(parts)
-    if masks_N is not None:
-        ruled = map(masks_N.of, masks_N.mask_N.split(chunk))
-    pieces = zip(parts, ruled, *(one.split(chunk) for one in known), strict=True)
-    return torch.cat(
-        [
-            checkpoint(compute, *one, use_reentrant=False, preserve_rng_state=False)
-            if recompute
-            else compute(*one)
-            for one in pieces
-        ]
-    )
+    readout = ComparedReadout(known, masks_N, temperature, compare)
+    (found_N,) = read_out(head, hidden_ND, readout, chunk, heads=2)
+    return found_N
 
 
 def from_hidden(

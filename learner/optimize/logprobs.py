@@ -11,6 +11,7 @@ import torch
 from evolver_async.config import Config
 from evolver_async.metrics.writer import Timers
 from evolver_async.model import policy
+from evolver_async.model.logit_chunks import chunk_tokens
 from evolver_async.schema import Array
 from learner.advantage import group_relative
 from learner.advantage.shaped_rewards import penalises
@@ -52,10 +53,8 @@ class Scorer:
         minibatch: Minibatch,
     ) -> Array:
         found_N = np.zeros_like(minibatch.batch.mu_N)
-        budget = self.ranks.budget(self.token_budget, partial(minibatch.laid_lengths, self.layout))
-        micros = minibatch.micro_batches(budget, self.ranks.device, self.layout)
         self.ranks.plan(minibatch, self.layout, gradient=False)
-        for micro in self.ranks.passes(micros):
+        for micro in self.ranks.passes(minibatch, self.token_budget, self.layout):
             if micro is None:
                 idle(model, self.ranks.device, packed=self.layout != "padded")
                 continue
@@ -66,8 +65,10 @@ class Scorer:
 
     def _guessed(self, model: torch.nn.Module, micro: MicroBatch) -> torch.Tensor:
         _, head = policy.split_model(model)
-        chunks = self._hidden(model, micro).split(self.chunk)
-        best_Q = torch.cat([head(hidden_CD).argmax(-1) for hidden_CD in chunks])
+        assert isinstance(head, torch.nn.Linear)
+        hidden_QD = self._hidden(model, micro)
+        chunk = chunk_tokens(self.chunk, head.out_features, gpu=hidden_QD.is_cuda)
+        best_Q = torch.cat([head(hidden_CD).argmax(-1) for hidden_CD in hidden_QD.split(chunk)])
         return (best_Q == micro.target_Q).float().index_select(0, micro.prediction_N)
 
     def _hidden(self, model: torch.nn.Module, micro: MicroBatch) -> torch.Tensor:

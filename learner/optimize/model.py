@@ -10,12 +10,13 @@ from evolver_async.checkpoint import shards
 from evolver_async.checkpoint.checkpoints import CheckpointError
 from evolver_async.config import Config
 from evolver_async.config.load import stage_config
+from evolver_async.config.shape import shape_of
 from evolver_async.model import lora, policy, precision, row_checks
 from evolver_async.model.grammar import Grammars
 from evolver_async.model.tokenizer import ModelError
 from evolver_async.weights import probe
 from evolver_async.weights.channel.weight_source import WeightSource, WholeTensors
-from learner.data.packing import Layout
+from learner.data.packing import Layout, RowCost
 from learner.optimize import reward_model
 from learner.optimize.adamw import make_adamw
 from learner.optimize.critic import Critic
@@ -86,6 +87,8 @@ class Models:
     def __init__(self, config: Config, ranks: Ranks) -> None:
         self.config = config
         self.ranks = ranks
+        if (shape := shape_of(config)) is not None:
+            ranks.cost = RowCost.of(shape)
         model = load(config, self._loading, sharded=self._is_sharded)
         self.layout: Layout = layout_of(config, model, ranks.device)
         self.model = self._sharded(model, master=True)

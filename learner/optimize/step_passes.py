@@ -137,15 +137,13 @@ class StepPasses:
         teaching: Teaching | None = None,
     ) -> Iterator[tuple[torch.Tensor, dict[str, torch.Tensor]]]:
         """Yield the loss and the terms of this rank's micro-batches of at most `limit` tokens."""
-        layout = self.layout
-        budget = self.ranks.budget(limit, partial(minibatch.laid_lengths, layout))
-        for micro in self.ranks.passes(minibatch.micro_batches(budget, self.device, layout)):
+        for micro in self.ranks.passes(minibatch, limit, self.layout):
             known = None
             if teaching is not None:
                 with self.timers("teacher"):
                     known = teaching.known.read(micro)
             with self.timers("forward"):
-                compute = partial(self._idle, critic, layout != "padded")
+                compute = partial(self._idle, critic, self.layout != "padded")
                 if micro is not None:
                     given = stage, micro, minibatch, loss, accounting, critic, teaching, known
                     compute = partial(self._loss, *given)

@@ -14,6 +14,7 @@ import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from typing import TypeVar
 
 import numpy as np
@@ -36,7 +37,7 @@ from evolver_async.model.rows.borders import Borders
 from evolver_async.schema import Array
 from evolver_async.weights.collective.process_group import environment, gpu_id
 from learner.data.batch import MicroBatch, Minibatch
-from learner.data.packing import Layout
+from learner.data.packing import Layout, RowCost
 from learner.pass_progress import StepAbandoned, StepProgress
 from learner.ranks.layer_times import LayerTimes
 from learner.ranks.meeting import Meeting
@@ -54,7 +55,8 @@ class Ranks:
     `copies`: of the weights, each shared by equally many ranks in a row; a mesh of several has two
     dimensions, and ranks at the same place of different copies hold the same share.
     `host`: group for data in host memory, with the deadline; `calls`: group for calls of rank 0.
-    `progress`: of this rank's passes; `layers`: times of its own computations.
+    `progress`: of this rank's passes; `layers`: times of its own computations; `cost`: of rows in
+    passes of the policy.
     """
 
     device: torch.device
@@ -66,6 +68,7 @@ class Ranks:
     calls: dist.ProcessGroup | None = None
     progress: StepProgress = field(default_factory=StepProgress)
     layers: LayerTimes = field(default_factory=LayerTimes)
+    cost: RowCost = field(default_factory=RowCost)
 
     @property
     def shards(self) -> int:
@@ -108,17 +111,18 @@ class Ranks:
         register_fsdp_forward_method(model, "within")
         return model
 
-    def share(self, parts: Iterator[T]) -> Iterator[T | None]:
-        """Yield this rank's share of `parts`, equally many on every rank; None if none is left."""
-        while taken := [part for _, part in zip(range(self.count), parts, strict=False)]:
-            yield taken[self.rank] if self.rank < len(taken) else None
+    def passes(
+        self, minibatch: Minibatch, limit: int, layout: Layout
+    ) -> Iterator[MicroBatch | None]:
+        """Yield this rank's micro-batches of at most `limit` tokens, and count those done.
 
-    def passes(self, micros: Iterator[MicroBatch]) -> Iterator[MicroBatch | None]:
-        """Yield this rank's share of micro-batches as `share` does, and count those done.
-
-        StepAbandoned on all ranks before one of them if the first rank stops within a step.
+        Every rank gets equally many, None if none is left. StepAbandoned on all ranks before one of
+        them if the first rank stops within a step.
         """
-        for micro in self.share(micros):
+        if layout != "packed":  # packed rows are dealt evenly
+            limit = self.budget(limit, partial(minibatch.laid_lengths, layout))
+        shared = {"rank": self.rank, "ranks": self.count, "cost": self.cost}
+        for micro in minibatch.micro_batches(limit, self.device, layout, **shared):
             if self.largest(int(self.progress.abandons())):
                 raise StepAbandoned
             yield micro

@@ -6,7 +6,7 @@
 Each cell is what the peak of a process of its own (`ru_maxrss`) rose by, so it holds everything:
 the gradients of the vocabulary projection, of which two exist while chunks are added up, and of the
 hidden states too. The former grow with the vocabulary, the latter with the tokens; the logits of a
-chunk, `policy.LOGITS` values at most, with neither, and nothing with their product.
+chunk, `LOGITS` values at most, with neither, and nothing with their product.
 """
 
 import multiprocessing
@@ -17,6 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from evolver_async.model import policy
+from evolver_async.model.logit_chunks import LOGITS
 
 HIDDEN = 64
 VOCABULARIES = (8192, 32768, 131072)
@@ -68,7 +69,7 @@ def needed(way: str, vocabulary: int, tokens: int) -> float:
 
 def main() -> None:
     pool = multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1)
-    print(f"MiB at the peak; one chunk of logits: {policy.LOGITS * 4 / 2**20:.0f} MiB in float32")
+    print(f"MiB at the peak; one chunk of logits: {LOGITS[False] * 4 / 2**20:.0f} MiB in float32")
     print(f"{'way':>10} {'vocabulary':>10} " + " ".join(f"{f'{t} tokens':>12}" for t in TOKENS))
     with pool:
         for way in ("at once", "in chunks"):

@@ -20,6 +20,7 @@ from micro_batches import actions
 
 from evolver_async.model import attention, policy
 from evolver_async.model.attention import Borders, flash_fits, packed_attention
+from evolver_async.model.logit_chunks import LOGITS
 from learner.data.batch import Minibatch
 from learner.optimize import token_budget
 from learner.ranks.mesh import alone
@@ -164,7 +165,7 @@ def test_memory_of_logprobs_depends_on_neither_tokens_nor_vocabulary(figure):
             rose = torch.cuda.max_memory_allocated() - before
             figure(f"log-probs, {vocabulary} x {tokens}", rose / 2**20, "MiB")
             needed.append(rose - 2 * weight.nbytes - 4 * hidden.nbytes)
-    assert max(needed) <= 8 * 4 * policy.GPU_LOGITS
+    assert max(needed) <= 8 * 4 * LOGITS[True]
 
 
 @pytest.mark.gpu

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
 
 
 class Peak(TorchDispatchMode):
@@ -45,3 +46,41 @@ class Peak(TorchDispatchMode):
 
         self.now += size
         self._alive[place] = weakref.ref(storage, gone)
+
+
+SPARSE = ("aten.gather", "aten.scatter_add", "aten.scatter_add_")
+FREE = ("aten.empty_like", "aten.new_empty", "aten.empty", "aten._unsafe_view")
+
+
+class Traffic(TorchDispatchMode):
+    """Bytes that operators read and write inside this context, views left out.
+
+    `products`: of matrices, with their FLOPs in `flops`; `rest`: of all others. `largest`: numbers
+    in the largest tensor of `columns` columns that was written.
+    """
+
+    def __init__(self, columns: int) -> None:
+        super().__init__()
+        self.columns = columns
+        self.products = self.rest = self.flops = self.largest = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        made = [one for one in tree_leaves(out) if isinstance(one, torch.Tensor)]
+        name = func.overloadpacket
+        if func.is_view:
+            return out
+        read = [one for one in tree_leaves(args) if isinstance(one, torch.Tensor)]
+        if str(name) in SPARSE:
+            read, made = read[1:], read[1:]  # as many places as there are indices
+        moved = sum(one.nbytes for one in (*read, *made))
+        if name in flop_registry:
+            self.flops += flop_registry[name](*args, out_val=out)
+            self.products += moved
+        elif str(name) not in FREE:
+            self.rest += moved
+        widths = [one.numel() for one in made if one.ndim == 2 and one.shape[1] == self.columns]
+        self.largest = max(self.largest, *widths, 0)
+        return out

@@ -259,7 +259,9 @@ class LearnerConfig:
     prefix_trees: Annotated[Literal["auto", "always", "never"], OF_RUN] = "auto"
     # recompute layers in the backward pass, for less memory
     gradient_checkpointing: Annotated[bool, OF_RUN] = False
-    logprob_chunk: Count = 4096  # most tokens of one chunk of the vocabulary projection
+    # tokens of one chunk of the vocabulary projection, whose logits exist at once; 0: as many as
+    # 128 MiB of logits in float32 hold, on a GPU 512 MiB
+    logprob_chunk: int = 0
     lr: float = 5e-4
     warmup_steps: int = 5  # learner steps
     decay: Literal["none", "linear", "cosine"] = "linear"  # over the stage's steps

@@ -22,13 +22,13 @@ from evolver_async.memory.host_memory import (
 )
 from evolver_async.memory.plan import (
     LOADING,
-    LOGITS,
     MemoryPart,
     MemoryPlan,
     ProcessPlan,
+    logits_bytes,
     memory_plan,
 )
-from evolver_async.model import policy
+from evolver_async.model.logit_chunks import LOGITS
 
 ROOT = Path(__file__).parents[3]
 RECIPE = ROOT / "configs" / "bandit.yaml"
@@ -209,8 +209,18 @@ def test_a_model_that_is_converted_is_whole_in_the_memory_of_each_process_that_l
     assert not any(loading("local", "policy.dtype=bfloat16"))
 
 
-def test_chunks_of_logits_are_as_large_as_those_of_the_model() -> None:
-    assert LOGITS == {False: policy.LOGITS, True: policy.GPU_LOGITS}
+@pytest.mark.parametrize("gpu", [False, True])
+def test_chunks_of_logits_have_the_tokens_that_the_key_names_and_else_a_bound(gpu: bool) -> None:
+    shape = replace(SHAPE, vocabulary=151936)
+    config = load(RECIPE, ["policy.dtype=float32", "learner.token_budget=16384"])
+
+    def needed(chunk: int) -> float:
+        config.learner.logprob_chunk = chunk
+        return logits_bytes(config, shape, gpu)
+
+    assert needed(4096) == 12 * 4096 * shape.vocabulary
+    assert needed(10**6) == 12 * 16384 * shape.vocabulary, "a pass has no more"
+    assert 0.99 * 12 * LOGITS[gpu] < needed(0) <= 12 * LOGITS[gpu]
 
 
 def test_a_short_head_needs_what_sums_its_gradient_if_there_are_several_chunks() -> None:

@@ -1,5 +1,6 @@
 """The policy loads any causal-LM directory, the tiny preset included, and scores tokens exactly."""
 
+import copy
 import shutil
 import subprocess
 import sys
@@ -10,13 +11,22 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from small_models import SHAPE, SIZES, TOKENIZER
-from transformers import CohereConfig, Gemma2Config, GraniteConfig, LlamaConfig, Qwen2Config
+from transformers import (
+    CohereConfig,
+    Gemma2Config,
+    GemmaConfig,
+    GraniteConfig,
+    LlamaConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
 from transformers.models.auto import AutoModelForCausalLM
 
 from evolver_async.model.attention import packed_attention
 from evolver_async.model.policy import (
     ModelError,
     export,
+    fuse_norms,
     load_model,
     load_state,
     load_tokenizer,
@@ -301,3 +311,31 @@ def test_tokenizers_differ_by_fingerprint_and_need_no_torch(tiny, tmp_path):
     )
     run = subprocess.run([sys.executable, "-c", code, tiny], capture_output=True, text=True)
     assert run.stdout.split() == [tokenizer_hash(tiny), "False"], run.stderr
+
+
+@pytest.mark.parametrize(
+    ("shape", "fused"),
+    [
+        (LlamaConfig(**SHAPE), 1 + 2 * SHAPE["num_hidden_layers"]),
+        (Qwen3Config(**SHAPE), 1 + 4 * SHAPE["num_hidden_layers"]),
+        (GemmaConfig(**SHAPE), 0),
+    ],
+    ids=["llama", "qwen3", "gemma"],
+)
+def test_fused_norms_have_the_values_and_gradients_of_those_they_replace(shape, fused):
+    model = AutoModelForCausalLM.from_config(shape)
+    for name, weight in model.named_parameters():
+        if "norm" in name:
+            torch.nn.init.normal_(weight, 1.0, 0.3)
+    other = copy.deepcopy(model)
+    fuse_norms(other)
+    assert sum(isinstance(one, torch.nn.RMSNorm) for one in other.modules()) == fused
+    tokens_BT = torch.randint(0, 50, (2, 9), generator=torch.manual_seed(0))
+    found = []
+    for one in (model, other):
+        logits = one(tokens_BT).logits
+        logits.square().mean().backward()
+        found.append([logits, *(parameter.grad for parameter in one.parameters())])
+    assert model.state_dict().keys() == other.state_dict().keys()
+    for mine, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-5)

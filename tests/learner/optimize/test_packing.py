@@ -17,7 +17,7 @@ from hypothesis import example, given
 from hypothesis import settings as hypothesis
 from hypothesis import strategies as st
 from micro_batches import actions
-from tensor_memory import Peak
+from tensor_memory import Peak, Traffic
 from transformers import (
     AutoModelForCausalLM,
     BloomConfig,
@@ -39,6 +39,7 @@ from evolver_async.config import (
 from evolver_async.config.load import dump, load, stage_config
 from evolver_async.errors import TrainingError
 from evolver_async.model import attention, policy, row_checks
+from evolver_async.model.logit_chunks import LOGITS
 from evolver_async.model.rows.borders import SHORT, SIMILAR, Borders
 from evolver_async.model.tokenizer import ModelError
 from evolver_async.process.setup import RoleArgs
@@ -399,7 +400,6 @@ def logprob_memory(vocabulary: int, tokens: int) -> int:
             model,
             tokens_BT,
             torch.ones_like(tokens_BT),
-            chunk=1 << 20,
             hidden_BTD=hidden_BTD,
             with_entropy=True,
         )
@@ -408,14 +408,48 @@ def logprob_memory(vocabulary: int, tokens: int) -> int:
 
 
 def test_memory_of_logprobs_grows_neither_with_tokens_nor_with_the_vocabulary(monkeypatch):
-    monkeypatch.setattr(policy, "LOGITS", 1 << 16)
-    copies = 8 * 4 * policy.LOGITS  # bytes: what one chunk holds at once, in float32
+    monkeypatch.setitem(LOGITS, False, 1 << 16)
+    copies = 5 * 4 * LOGITS[False]  # bytes: more than one chunk holds at once, in float32
     sizes = [(512, 256), (512, 2048), (4096, 256), (4096, 2048)]
     bounded = [logprob_memory(*size) for size in sizes]
     assert max(bounded) < copies, bounded
-    monkeypatch.setattr(policy, "LOGITS", 1 << 40)
+    monkeypatch.setitem(LOGITS, False, 1 << 40)
     at_once = [logprob_memory(*size) for size in sizes]
     assert at_once[-1] > 16 * copies and at_once[-1] > 50 * at_once[0], at_once
+
+
+def head_traffic(vocabulary: int, tokens: int, chunk: int, entropy_coef: float) -> Traffic:
+    """Count what log-probs, entropies and their gradients move."""
+    shape = LlamaConfig(**SHAPE | {"num_hidden_layers": 1}, vocab_size=vocabulary)
+    model = AutoModelForCausalLM.from_config(shape)
+    hidden_ND = torch.randn(tokens, shape.hidden_size, requires_grad=True)
+    targets_N = torch.zeros(tokens, dtype=torch.long)
+    with Traffic(vocabulary) as moved:
+        found = policy.target_logprobs(model, hidden_ND, targets_N, 1.0, chunk, with_entropy=True)
+        value = found[0].sum()
+        if entropy_coef:
+            value = value + entropy_coef * found[1].sum()
+        value.backward()
+    return moved
+
+
+def test_a_chunk_has_the_tokens_that_its_key_names(monkeypatch):
+    assert head_traffic(512, 100, 7, 0.0).largest == 7 * 512
+    assert head_traffic(512, 100, 1000, 0.0).largest == 100 * 512
+    monkeypatch.setitem(LOGITS, False, 9 * 512)
+    assert head_traffic(512, 100, 0, 0.0).largest == 9 * 512
+    assert head_traffic(512, 100, 20, 0.0).largest == 20 * 512, "whatever the bound of others"
+
+
+def test_the_gradient_of_log_probs_moves_few_logits_and_that_of_entropy_only_where_it_counts():
+    """Bytes for each logit, beside what products move; autograd's own, chunk by chunk, were 65."""
+    logits = 8 * 128 * 2048
+    plain, bonus = (head_traffic(2048, 8 * 128, 128, coef) for coef in (0.0, 0.1))
+    assert plain.rest < 56 * logits
+    assert plain.rest < 0.6 * bonus.rest < 0.6 * 110 * logits
+    # forward, again in the backward pass but for the last chunk, and two for the gradients
+    products = 2 * logits * 16
+    assert plain.flops == bonus.flops <= (4 - 1 / 8) * products
 
 
 # ---- budgets by memory

@@ -325,21 +325,7 @@ def test_ranks_that_share_a_gpu_are_refused_by_the_key_that_parts_them(gpus, ref
     assert sorted(errors) == refused
 
 
-# ---- the budget and the shares
-
-
-def test_every_rank_gets_as_many_shares_and_each_part_goes_to_one():
-    one = alone("cpu")
-    for count in (1, 2, 3):
-        for parts in range(8):
-            taken = []
-            for rank in range(count):
-                ranks = type(one)(one.device, rank, count)
-                taken.append(list(ranks.share(iter(range(parts)))))
-            assert len({len(share) for share in taken}) == 1
-            assert sorted(p for share in taken for p in share if p is not None) == list(
-                range(parts)
-            )
+# ---- the budget
 
 
 def test_a_budget_leaves_no_rank_idle_and_is_the_limit_alone():
