@@ -93,6 +93,12 @@ class DecoderShape:
         return tables + self.layers * self.layer + self.hidden
 
     @property
+    def passed(self) -> int:
+        """Parameters with which one token is multiplied: of a layer's experts the active ones."""
+        idle = 3 * self.inner * self.hidden * (self.experts - self.active)
+        return self.embedding + self.layers * (self.layer - idle)
+
+    @property
     def decoder(self) -> int:
         """Parameters without the output projection, as a separate critic has them."""
         return self.embedding + self.layers * self.layer + self.hidden
