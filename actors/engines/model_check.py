@@ -1,9 +1,9 @@
-"""Check that the torch engine can run the model of a run and samples what the learner trains."""
+"""Check that the engine can run the model of a run and samples what the learner trains."""
 
 import asyncio
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from actors.engines.decoding.kv_slots import check_attention
 from actors.engines.engine import Request
@@ -18,12 +18,17 @@ LARGEST = {"float32": 1e-2, "bfloat16": 3.0}  # difference of log-probs; routers
 
 
 def check(config: Config, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise ConfigError, naming `engine.kind`, unless the torch engine runs the model as it is.
+    """Raise ConfigError, naming `engine.kind`, unless the engine runs the model as it is.
 
-    It needs attention to the whole context over keys and values of one shape, with a mask that is
-    added.
+    The torch engine needs attention to the whole context over keys and values of one shape, with a
+    mask that is added. vLLM tries its model itself; where the directory has more than the text that
+    is trained, it would refuse every update.
     """
     if config.engine.kind != "torch":
+        whole = AutoConfig.from_pretrained(config.policy.path, local_files_only=True)
+        if whole.get_text_config() is not whole:
+            name = f"{whole.model_type} of policy.path with more than its text"
+            raise ConfigError(f"engine.kind: vllm loads {name}, and other names of weights")
         return
     refused = f"engine.kind: torch cannot run {type(model).__name__} of policy.path: "
     try:

@@ -21,6 +21,8 @@ BIASED = ("qwen2",)  # kinds with biases of queries, keys and values
 NORMED = ("qwen3", "qwen3_moe")  # kinds with norms of queries and keys
 # Names of the number of a layer's experts, in the configurations of several kinds.
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+# Keys of models that are built otherwise: compressed keys and values, tables of tokens per layer.
+UNLIKE = ("kv_lora_rank", "hidden_size_per_layer_input")
 GGUF = ".gguf"
 # Formats of a .gguf file's numbers by their type; texts (8) and lists (9) have a length.
 SCALARS = dict(zip((*range(8), 10, 11, 12), "BbHhIif?Qqd", strict=True))
@@ -93,6 +95,12 @@ class DecoderShape:
         return tables + self.layers * self.layer + self.hidden
 
     @property
+    def passed(self) -> int:
+        """Parameters with which one token is multiplied: of a layer's experts the active ones."""
+        idle = 3 * self.inner * self.hidden * (self.experts - self.active)
+        return self.embedding + self.layers * (self.layer - idle)
+
+    @property
     def decoder(self) -> int:
         """Parameters without the output projection, as a separate critic has them."""
         return self.embedding + self.layers * self.layer + self.hidden
@@ -131,6 +139,8 @@ def teacher_shape(config: Config) -> DecoderShape | None:
 
 def _read(found: dict[str, Any]) -> DecoderShape:
     hidden, heads = found["hidden_size"], found["num_attention_heads"]
+    if unlike := [key for key in UNLIKE if found.get(key)]:
+        raise ValueError(f"{unlike[0]}: a model of another build")
     kind = found["model_type"]
     experts = next((found[name] for name in EXPERTS if found.get(name)), 1)
     return DecoderShape(

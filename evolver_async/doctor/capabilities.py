@@ -19,6 +19,7 @@ from rich.text import Text
 
 from evolver_async.config import Config
 from evolver_async.config.shape import shape_of
+from evolver_async.doctor import hours
 from evolver_async.doctor.probes.result import ProbeResult
 from evolver_async.doctor.recipe_check import Requirement, requirements
 from evolver_async.memory.host_memory import available_bytes, uses_gpu
@@ -140,6 +141,10 @@ def show_recipe(console: Console, config: Config, recipe: Path, dotlist: Sequenc
         gpus = uses_gpu(config.learner.device), uses_gpu(config.engine.device)
         plan = memory_plan(config, shape, learner_gpu=gpus[0], actor_gpu=gpus[1])
         console.print(memory_table(plan, available_bytes()))
+        if all(gpus):
+            names = [one["name"] for one in results["cuda"].facts.get("devices", [])]
+            for text in hours.texts(config, shape, hours.cards_of(config, names)):
+                console.print(Text(text))
     missing = [row.key for row in rows if row.met is False]
     if Path(config.policy.path).is_dir() and config.policy.path and not missing:
         # alone: what runs beside it would take its time

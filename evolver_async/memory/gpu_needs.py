@@ -12,7 +12,7 @@ from functools import cache
 from evolver_async.config import Config
 from evolver_async.config.load import stage_as_written
 from evolver_async.config.sections.weight_channel import channel, versions_kept
-from evolver_async.config.shape import shape_of
+from evolver_async.config.shape import DecoderShape, shape_of
 from evolver_async.config.values.config_error import ConfigError
 from evolver_async.memory.bounds import (
     Shape,
@@ -104,14 +104,19 @@ def check_gpu_memory(config: Config) -> None:
     if decoder is None:
         return
     config = stored(config, gpu=True)
-    shape = Shape(
-        *(decoder.parameters, decoder.layers, decoder.kv_heads, decoder.head_size),
-        *(decoder.hidden, decoder.inner, config.policy.max_length),
-    )
+    shape = bounds_of(decoder, config.policy.max_length)
     order, own = os.environ.get("CUDA_DEVICE_ORDER"), os.environ.get("CUDA_VISIBLE_DEVICES")
     for one in gpu_demands(config, shape, visible(_found(), own, order == "PCI_BUS_ID")):
         if not one.fits:
             raise ConfigError(f"{one.key}: {one.why}")
+
+
+def bounds_of(decoder: DecoderShape, positions: int) -> Shape:
+    """Return the sizes of a decoder that the lower bounds need."""
+    return Shape(
+        *(decoder.parameters, decoder.layers, decoder.kv_heads, decoder.head_size),
+        *(decoder.hidden, decoder.inner, positions),
+    )
 
 
 def visible(found: Sequence[tuple[str, float]], own: str | None, by_bus: bool) -> list[float]:

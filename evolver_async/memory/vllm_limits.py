@@ -94,6 +94,11 @@ def _model(config: Config, gpu: bool) -> Iterator[tuple[str, str]]:
             f"vllm needs heads of a size of {sizes} on a CPU, the model's have {shape.head_size}"
             + ("" if config.policy.path else " (policy.hidden_size / policy.heads)"),
         )
+    if not gpu and shape.experts > 1 and (not config.policy.lora.rank or config.engine.merge_lora):
+        why = (
+            "vllm ends on a CPU with the second update of experts, of which its kernels keep copies"
+        )
+        yield "engine.kind", f"{why}: torch samples from such a model"
     given = config.engine.kv_cache_bytes
     held = stored(config, gpu) if gpu else config  # on a CPU it has the policy's own type
     whole = _context_bytes(held, shape, GPU_BLOCK if gpu else CPU_BLOCK)

@@ -62,7 +62,12 @@ def load_model(directory: str | Path, *, dtype: str, device: str) -> PreTrainedM
     except SafetensorError as error:
         raise ModelError(f"{_torn(root)}: is no file of tensors: {error}") from None
     except (OSError, ValueError, KeyError, RecursionError) as error:
+        if "scaled_dot_product_attention" in str(error):
+            own = "its attention is of its own kind (sinks, a state), which is not trained here"
+            raise ModelError(f"{directory}: {own}") from error
         raise ModelError(f"{directory} is not a causal language model: {error}") from error
+    if model.config.get_text_config() is not model.config:
+        raise ModelError(f"{directory}: {type(model).__name__} is not a model of text alone")
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     # cuDNN's attention plans anew for every shape on a GPU, and most passes have another one.

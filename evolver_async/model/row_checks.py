@@ -15,12 +15,19 @@ SHORT_TOLERANCE = 0.1  # of a short type: kernels round differently in every lay
 
 @torch.no_grad()
 def check_packing(model: PreTrainedModel) -> None:
-    """Raise ModelError if the model cannot run packed rows or mixes their sequences."""
+    """Raise ModelError if the model cannot run packed rows or mixes their sequences.
+
+    Layers that are no plain attention are refused by their kind: one with a state (linear
+    attention, convolutions) carries it over the borders, in a trained model perhaps less than a
+    short type rounds, and one that selects what it attends to does so beyond a length only.
+    """
+    refused = f"learner.packing: must be false, as {type(model).__name__}"
+    if others := layer_kinds(model) - {"full_attention", "sliding_attention"}:
+        raise ModelError(f"{refused} has layers of {', '.join(sorted(others))}")
     lengths = [3, 1, 5]
     tokens_1T = torch.arange(sum(lengths), device=model.device)[None] % model.config.vocab_size
     parts = tokens_1T.split(lengths, dim=1)
     alone_1TD = torch.cat([hidden_states(model, one_1T) for one_1T in parts], 1).float()
-    refused = f"learner.packing: must be false, as {type(model).__name__}"
     try:
         packed_1TD = hidden_states(model, tokens_1T, Borders.of(lengths, model.device)).float()
     except Exception as error:  # of any kind: attention of its own takes no packed rows
@@ -30,6 +37,11 @@ def check_packing(model: PreTrainedModel) -> None:
     exact = model.dtype == torch.float32 and not is_short(model)
     if not difference <= (TOLERANCE if exact else SHORT_TOLERANCE):
         raise ModelError(f"{refused} mixes packed sequences")
+
+
+def layer_kinds(model: PreTrainedModel) -> set[str]:
+    """Return the kinds of layers that the model's configuration names; none if it names none."""
+    return set(getattr(model.config.get_text_config(), "layer_types", None) or ())
 
 
 def check_prefix_trees(model: PreTrainedModel, device: torch.device) -> None:
@@ -47,8 +59,8 @@ def has_window(model: PreTrainedModel) -> bool:
     some models keep it in their attention.
     """
     config = model.config.get_text_config()
-    if (kinds := getattr(config, "layer_types", None)) is not None:
-        return any(kind != "full_attention" for kind in kinds)
+    if kinds := layer_kinds(model):
+        return kinds != {"full_attention"}
     if getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True):
         return True
     layers = [one for one in model.modules() if isinstance(one, GradientCheckpointingLayer)]

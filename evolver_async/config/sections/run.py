@@ -10,6 +10,7 @@ from evolver_async.config.values.rules import (
     ImportPath,
     Pattern,
     Positive,
+    PositiveFraction,
     Range,
     Scope,
 )
@@ -30,6 +31,8 @@ class RunConfig:
     dir: str = "runs"  # the run directory is <dir>/<name>
     seed: int = 0  # every random draw is keyed by the seed and by the purpose of the draw
     hardware: Hardware = ""  # GPUs that the recipe is written for; `doctor` compares them
+    # mean length of an episode as a share of policy.max_length, with which `doctor` counts hours
+    expected_length: PositiveFraction = 0.25
 
 
 @dataclass

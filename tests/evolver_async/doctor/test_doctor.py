@@ -334,6 +334,16 @@ def test_doctor_fails_only_where_the_default_cannot_run(monkeypatch, capsys):
     assert "cannot run here; change or provide: shared memory." in capsys.readouterr().out
 
 
+def test_doctor_counts_the_hours_of_a_gpu_recipe(monkeypatch, capsys):
+    found = machine(*EIGHT, model=ProbeResult(False, "not examined"))
+    monkeypatch.setattr(capabilities, "run_probes", lambda asked: found)
+    recipe, given = str(ROOT / "configs" / "gpu_single.yaml"), f"policy.path={MODEL}"
+    main(["doctor", recipe, given])
+    assert "By count, on 1 x H100: " in capsys.readouterr().out
+    main(["doctor", recipe, given, "learner.device=cpu"])
+    assert "By count" not in capsys.readouterr().out
+
+
 @pytest.fixture
 def recipe(tmp_path: Path) -> Path:
     path = tmp_path / "recipe.yaml"

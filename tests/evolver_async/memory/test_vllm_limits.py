@@ -41,6 +41,19 @@ def test_a_shape_that_vllm_cannot_run_on_a_cpu_is_refused(
     check_vllm(replace(config, engine=replace(config.engine, kind="torch")), gpu=False)
 
 
+def test_whole_weights_of_experts_are_refused_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm_limits, "shape_of", lambda _: replace(SMOL, experts=4, active=2))
+    config = load(None, VLLM)
+    with pytest.raises(ConfigError, match=r"^engine\.kind: .* experts"):
+        check_vllm(config, gpu=False)
+    check_vllm(config, gpu=True)
+    config.policy.lora.rank = 4  # adapters alone are replaced
+    check_vllm(config, gpu=False)
+    config.engine.merge_lora = True
+    with pytest.raises(ConfigError, match=r"^engine\.kind: "):
+        check_vllm(config, gpu=False)
+
+
 def test_a_cache_that_holds_no_context_is_refused_and_the_default_holds_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
