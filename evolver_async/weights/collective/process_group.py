@@ -182,6 +182,13 @@ def buckets(bytes_N: Tensor, size: int) -> list[Tensor]:
     return [bytes_N[start : start + size] for start in range(0, len(bytes_N), size)]
 
 
+def passing(size: int, bucket_bytes: int) -> list[Tensor]:
+    """Buckets for bytes that are not kept: those under way at once have memory of their own."""
+    places = [torch.empty(min(size, bucket_bytes), dtype=torch.uint8) for _ in range(IN_FLIGHT)]
+    starts = range(0, size, bucket_bytes)
+    return [places[i % IN_FLIGHT][: size - start] for i, start in enumerate(starts)]
+
+
 def checksum(bytes_N: Tensor) -> int:
     """Checksum of bytes of host memory whose number is a multiple of 8."""
     return checksums.checksum(bytes_N.numpy())
