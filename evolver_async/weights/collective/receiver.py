@@ -20,7 +20,6 @@ from evolver_async.weights.collective.process_group import (
     BroadcastGroup,
     CastFailed,
     buckets,
-    checksum,
     first_line,
     gpu_id,
     passing,
@@ -159,16 +158,16 @@ class BroadcastReceiver:
     def _receive(self, parts: list[Tensor]) -> list[int]:
         """Fill the buckets in their order; return their checksums."""
         sums: list[int] = []
-        under_way: list[tuple[Broadcast, Tensor]] = []
+        under_way: list[Broadcast] = []
 
         def finish() -> None:
-            part, bucket_N = under_way.pop(0)
+            part = under_way.pop(0)
             self._finish(part)
-            sums.append(checksum(bucket_N))
+            sums.append(part.checksum())
 
         assert self._group is not None
         for bucket_N in parts:
-            under_way.append((self._group.broadcast(bucket_N), bucket_N))
+            under_way.append(self._group.broadcast(bucket_N))
             if len(under_way) == IN_FLIGHT:
                 finish()
         while under_way:

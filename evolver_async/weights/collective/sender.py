@@ -42,7 +42,6 @@ from evolver_async.weights.collective.process_group import (
     BroadcastGroup,
     CastFailed,
     buckets,
-    checksum,
     first_line,
     gpu_id,
     on_distinct_gpus,
@@ -341,7 +340,7 @@ class BroadcastSender:
         try:
             for bucket_N in buckets(bytes_N, self.bucket_bytes):
                 under_way.append(self._group.broadcast(bucket_N))
-                found.append(checksum(bucket_N))
+                found.append(under_way[-1].checksum())
                 if len(under_way) == IN_FLIGHT:
                     self._finish(under_way.pop(0), cast)
             for part in under_way:

@@ -16,6 +16,7 @@ from network import needs_ipv6
 from receivers import filled, remotes
 
 from evolver_async.schema import WeightId
+from evolver_async.weights.channel.checksums import BLOCK, summed
 from evolver_async.weights.channel.interface import WeightsGone
 from evolver_async.weights.collective import receiver as receiving
 from evolver_async.weights.collective import sender
@@ -24,7 +25,11 @@ from evolver_async.weights.collective.channel import (
     CollectivePublisher,
     CollectiveReceiver,
 )
-from evolver_async.weights.collective.process_group import on_distinct_gpus
+from evolver_async.weights.collective.process_group import (
+    block_sums,
+    checksum,
+    on_distinct_gpus,
+)
 from evolver_async.weights.collective.versions import ReceivedVersions
 
 DEADLINE_S = 2.0
@@ -453,6 +458,12 @@ def test_a_learner_killed_in_the_middle_leaves_whole_weights_and_is_followed(
     finally:
         learner.kill()
         learner.communicate()
+
+
+@pytest.mark.parametrize("size", [0, 64, BLOCK, 3 * BLOCK + 128])
+def test_a_gpu_sums_to_the_checksum_of_the_host(size: int) -> None:
+    bytes_N = torch.randint(0, 256, (size,), dtype=torch.uint8, generator=torch.Generator())
+    assert summed(*block_sums(bytes_N)) == checksum(bytes_N)
 
 
 @needs_ipv6

@@ -44,6 +44,9 @@ class LateGroup:
     def done(self, _: float) -> bool:
         return True
 
+    def checksum(self) -> int:
+        return 0
+
     def abandon(self) -> None: ...
 
 
