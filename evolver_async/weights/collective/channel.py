@@ -84,7 +84,7 @@ class CollectivePublisher(StagedPublisher[WeightSnapshot]):
             self._claim.release()
 
     def _buffer(self, layout: Layout) -> WeightSnapshot:
-        return WeightSnapshot(pinned=self._pinned)
+        return WeightSnapshot(pinned=self._pinned, summed=False)
 
     def _work(self) -> None:
         try:
@@ -94,8 +94,6 @@ class CollectivePublisher(StagedPublisher[WeightSnapshot]):
                     if self._closed:
                         return
                     self._take()
-                for snapshot in self._held.values():
-                    snapshot.finish_copies()
                 asked = self._sender.requested()
                 late = self._sender.due() or self._sender.newcomers()
                 head = next(reversed(self._held), None)

@@ -28,7 +28,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import msgspec
-from torch import Tensor
 
 from evolver_async.schema import WeightId
 from evolver_async.weights.channel.byte_layout import aligned
@@ -328,17 +327,18 @@ class BroadcastSender:
             }
         )
         cast = CastState(number, {*self._members}, time.monotonic())
-        sums = self._broadcast(snapshot.bytes_N, cast)
+        sums = self._broadcast(snapshot, cast)
         self._log.write({"kind": "sums", "number": number, "checksums": sums})
         self._await_acknowledgements(cast)
 
-    def _broadcast(self, bytes_N: Tensor, cast: "CastState") -> list[int]:
-        """Send the bytes; return their checksums, computed while they travel."""
+    def _broadcast(self, snapshot: WeightSnapshot, cast: "CastState") -> list[int]:
+        """Send the bytes as they are copied; return their checksums, computed while they travel."""
         assert self._group is not None
         found: list[int] = []
         under_way: list[Broadcast] = []
         try:
-            for bucket_N in buckets(bytes_N, self.bucket_bytes):
+            for index, bucket_N in enumerate(buckets(snapshot.bytes_N, self.bucket_bytes)):
+                snapshot.await_bytes(index * self.bucket_bytes + len(bucket_N))
                 under_way.append(self._group.broadcast(bucket_N))
                 found.append(under_way[-1].checksum())
                 if len(under_way) == IN_FLIGHT:
