@@ -20,6 +20,8 @@ from vllm.model_executor.model_loader.utils import (  # pyright: ignore[reportMi
 )
 from vllm.utils.torch_utils import set_default_torch_dtype  # pyright: ignore[reportMissingImports]
 
+from evolver_async.process.garbage import trim
+
 PACKED = "cpu_linear"  # attribute of a layer: the function that computes with packed weights
 
 
@@ -48,6 +50,7 @@ class ShadowModel:
     @torch.no_grad()
     def prepare(self, tensors: Mapping[str, Tensor]) -> None:
         """Load whole weights of the model, and pack this worker's part of them."""
+        trim()  # of the weights before, which `exchange` has freed in haste
         for module, name, parameter, shape in self._parameters:
             if parameter.shape != shape:  # shared ones come twice
                 parameter.data = torch.empty(shape, dtype=parameter.dtype)
@@ -57,6 +60,7 @@ class ShadowModel:
             method: Any = getattr(module, "quant_method", None)
             if isinstance(method, QuantizeMethodBase):
                 method.process_weights_after_loading(module)
+        trim()  # of what was not packed
 
     @torch.no_grad()
     def exchange(self) -> None:

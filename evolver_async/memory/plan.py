@@ -7,6 +7,7 @@ are not counted. GPU bytes exclude CUDA's own context. Activations are those of 
 A key in brackets behind a part is the one to change.
 """
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -152,6 +153,16 @@ def _published(config: Config, shape: DecoderShape) -> float:
     return _copy(config, shape)
 
 
+def _cast(config: Config, published: float, gpu: bool) -> float:
+    """Bytes of an end of a broadcast: of the versions that are kept, and of the next one.
+
+    Memory that a GPU copies from or to is pinned; torch's allocator of it, CachingHostAllocator,
+    rounds each version up to a power of two.
+    """
+    one = 1 << (math.ceil(published) - 1).bit_length() if gpu else published
+    return (versions_kept(config) + 1) * one
+
+
 def _learner(
     config: Config, stages: list[Config], shape: DecoderShape, gpu: bool
 ) -> Iterable[MemoryPart]:
@@ -195,9 +206,9 @@ def _learner(
         return
     if gpu and channel(config) == "shm":  # a GPU copies to the file itself
         return
-    kept = versions_kept(config) if channel(config) == "collective" else 0
     gathered = published if ranks > 1 else 0
-    yield MemoryPart("published weights", (1 + kept) * published + gathered, "weights.kind")
+    held = _cast(config, published, gpu) if channel(config) == "collective" else published
+    yield MemoryPart("published weights", held + gathered, "weights.kind")
 
 
 def largest_teacher(stages: list[Config]) -> DecoderShape | None:
@@ -252,9 +263,9 @@ def _actor(
         yield MemoryPart("staged weights", copy, "engine.tensor_parallel")
     whole_files = channel(config) == "shm" and not config.policy.lora.rank
     fetched = 0 if mapped or (gpu and whole_files) else copy  # a GPU copies from the file
-    if channel(config) == "collective":  # each receiver has what is kept, whole, and what arrives
+    if channel(config) == "collective":
         receivers = config.engine.tensor_parallel if vllm else 1
-        fetched = receivers * (versions_kept(config) + 1) * _published(config, shape)
+        fetched = receivers * _cast(config, _published(config, shape), gpu)
     on_gpu = gpu and channel(config) == "cuda_ipc"
     yield MemoryPart("fetched weights", fetched, "weights.kind", on_gpu)
     model = config.reward.model

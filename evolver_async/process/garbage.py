@@ -4,7 +4,7 @@ import ctypes
 import gc
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 TRIM_S = 60.0  # between two returns of freed memory, which cost about 0.1 s each
@@ -44,11 +44,16 @@ def give_back_memory() -> None:
     With the thresholds of `launch.child` glibc keeps it, as the next step needs as much again; but
     a long step can have needed more than any other one will.
     """
-    if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:  # glibc has it
-        threading.Thread(target=_trim_often, args=(trim,), name="trim", daemon=True).start()
+    threading.Thread(target=_trim_often, name="trim", daemon=True).start()
 
 
-def _trim_often(trim: Callable[[int], int]) -> None:
+def trim() -> None:
+    """Return freed memory to the kernel now; without glibc do nothing."""
+    if (malloc_trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
+        malloc_trim(0)
+
+
+def _trim_often() -> None:
     while True:
         time.sleep(TRIM_S)
-        trim(0)
+        trim()

@@ -16,7 +16,7 @@ class ReceiverSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     `base`: policy directory of the weights under adapters, "" if whole weights are published.
     `dtype` and `scale` belong to it. `threads`: of a receiver that checks what it maps, 0 for the
-    machine's usual number.
+    machine's usual number. `keep`: newest versions that a receiver by broadcast holds.
     """
 
     kind: str
@@ -26,6 +26,7 @@ class ReceiverSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     dtype: str = "float32"
     scale: float = 1.0
     threads: int = 0
+    keep: int = 2
 
 
 def publisher(config: Config, address: str, background: bool = True) -> Publisher:
@@ -59,6 +60,7 @@ def receiver_settings(config: Config, address: str) -> ReceiverSettings:
         dtype=stored_dtype(policy.decided_dtype, config.engine.device),
         scale=lora.alpha / lora.rank if lora.rank else 1.0,
         threads=int(config.launch.kind == "serial"),
+        keep=versions_kept(config),
     )
 
 
@@ -76,7 +78,11 @@ def _receiver(settings: ReceiverSettings, device: str, name: str) -> Receiver:
     match settings.kind:
         case "collective":
             return CollectiveReceiver(
-                settings.address, deadline_s=settings.deadline_s, device=_gpu(device), name=name
+                settings.address,
+                settings.keep,
+                deadline_s=settings.deadline_s,
+                device=_gpu(device),
+                name=name,
             )
         case "cuda_ipc":
             return IpcReceiver(settings.address, CudaMemory(_needed(device)))

@@ -8,7 +8,7 @@ import torch
 from figures import Figure
 from torch import distributed as dist
 
-from evolver_async.weights.collective.process_group import BroadcastGroup, CastFailed
+from evolver_async.weights.collective.process_group import BroadcastGroup, CastFailed, checksum
 
 DEADLINE_S = 5.0
 LATE_S = 5.0  # how much longer than the deadline giving up may take
@@ -16,7 +16,9 @@ LATE_S = 5.0  # how much longer than the deadline giving up may take
 
 def broadcast(group: BroadcastGroup) -> None:
     """As the learner does it; CastFailed or RuntimeError where it comes to nothing."""
-    part = group.broadcast(torch.arange(4096, dtype=torch.int64).view(torch.uint8))
+    bytes_N = torch.arange(4096, dtype=torch.int64).view(torch.uint8)
+    part = group.broadcast(bytes_N)
+    assert part.checksum() == checksum(bytes_N), "wherever it is computed"
     if not part.done(DEADLINE_S):
         raise CastFailed("no progress")
 

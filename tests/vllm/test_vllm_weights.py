@@ -48,7 +48,9 @@ class Learner:
         self.versions: dict[WeightId, dict[str, Tensor]] = {}
 
     @torch.no_grad()
-    def publish(self, step: int, lineage: int = 1, size: float = 0.05) -> WeightId:
+    def publish(
+        self, step: int, lineage: int = 1, size: float = 0.05, retain: bool = False
+    ) -> WeightId:
         weights = WeightId(lineage=lineage, step=step)
         generator = torch.Generator().manual_seed(step)
         for parameter in self.model.parameters():
@@ -59,7 +61,7 @@ class Learner:
         if self.text is None:
             self.text = probe.write(self.model, 0, LENGTH, packed=False)
         measured = probe.measure(self.model, self.text, packed=False)
-        self.publisher.publish(weights, probe.add(tensors, measured))
+        self.publisher.publish(weights, probe.add(tensors, measured), retain)
         return weights
 
     def check(self, tokens: list[int], out: Generation) -> None:
@@ -114,9 +116,9 @@ def broadcast(place: Path, policy_dir: Path) -> Iterator[tuple[Learner, VllmEngi
     """A learner and an engine over two workers, each with a receiver of its own, for the last
     tests; all files of both are in `place`."""
     address = str(place / "w")
-    publisher = CollectivePublisher(address, deadline_s=DEADLINE_S, bucket_bytes=1 << 16)
+    publisher = CollectivePublisher(address, 1, deadline_s=DEADLINE_S, bucket_bytes=1 << 16)
     learner = Learner(policy_dir, publisher)
-    channel = ReceiverSettings("collective", address, deadline_s=DEADLINE_S)
+    channel = ReceiverSettings("collective", address, deadline_s=DEADLINE_S, keep=1)
     core = VllmCore(
         settings(policy_dir, tensor_parallel=2, restarts=3, directory=str(place)),
         receiver=channel,
@@ -183,7 +185,8 @@ def test_two_workers_receive_by_broadcast_and_no_file_holds_weights(
     sync, prompt = following(engine), list(range(20))
 
     async def scenario() -> None:
-        await reaches(sync, learner.publish(1))
+        first = learner.publish(1, retain=True)
+        await reaches(sync, first)
         one = request(prompt, "a", max_tokens=200)
         running = asyncio.create_task(engine.generate(one))
         while engine.stats()["generated"] < 10:
@@ -193,7 +196,14 @@ def test_two_workers_receive_by_broadcast_and_no_file_holds_weights(
         after = await engine.generate(request(prompt, "b"))
         assert set(after.weights) == {WeightId(lineage=1, step=2)}
         learner.check(prompt, after)
-        assert (sync.arrival.checked, sync.arrival.failed) == (2, 0)
+        sync.pinned = first  # as for an evaluation; the workers have it no longer
+        await reaches(sync, first)
+        learner.check(prompt, await engine.generate(request(prompt, "c")))
+        sync.pinned = None
+        await reaches(sync, WeightId(lineage=1, step=2))
+        learner.check(prompt, await engine.generate(request(prompt, "d")))
+        assert (sync.arrival.checked, sync.arrival.failed) == (4, 0)
+        learner.publisher.release(first)
 
     RUNNER.run(asyncio.wait_for(scenario(), RESTART_S))
     files = [path for path in place.rglob("*") if path.is_file()]
@@ -236,7 +246,7 @@ def test_workers_and_learner_die_around_broadcasts_and_all_comes_back(
             learner.check(prompt, await engine.generate(request(prompt, f"{step}")))
         learner.publisher.close()
         learner.publisher = CollectivePublisher(
-            learner.publisher.address, deadline_s=DEADLINE_S, bucket_bytes=1 << 16
+            learner.publisher.address, 1, deadline_s=DEADLINE_S, bucket_bytes=1 << 16
         )
         held = await engine.generate(request(prompt, "between"))
         learner.check(prompt, held)

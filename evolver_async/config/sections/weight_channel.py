@@ -37,5 +37,10 @@ def leaves_host(config: Config) -> bool:
 
 
 def versions_kept(config: Config) -> int:
-    """Return the number of newest versions in a channel. Actors that lag need older ones."""
-    return max(2, 1 + config.actors.weight_lag)
+    """Return the number of newest versions in a channel. Actors that lag need older ones.
+
+    In memory that both ends share the newest can be replaced while it is read. Receivers by
+    broadcast have copies of their own.
+    """
+    least = 1 if channel(config) == "collective" else 2
+    return max(least, 1 + config.actors.weight_lag)

@@ -53,7 +53,12 @@ def checksum(bytes_N: Array, sums: Array | None = None) -> int:
     if sums is None:
         sums = new_sums(len(bytes_N))
         sum_blocks(bytes_N, sums)
-    return zlib.crc32(bytes_N[len(sums) * BLOCK :].data, zlib.crc32(sums.data))
+    return summed(sums, bytes_N[len(sums) * BLOCK :])
+
+
+def summed(sums: Array, rest_N: Array) -> int:
+    """Return the checksum of bytes by the sums of their blocks, and the bytes after these."""
+    return zlib.crc32(rest_N.data, zlib.crc32(sums.data))
 
 
 def new_sums(size: int) -> Array:

@@ -84,7 +84,7 @@ class CollectivePublisher(StagedPublisher[WeightSnapshot]):
             self._claim.release()
 
     def _buffer(self, layout: Layout) -> WeightSnapshot:
-        return WeightSnapshot(pinned=self._pinned)
+        return WeightSnapshot(pinned=self._pinned, summed=False)
 
     def _work(self) -> None:
         try:
@@ -94,11 +94,12 @@ class CollectivePublisher(StagedPublisher[WeightSnapshot]):
                     if self._closed:
                         return
                     self._take()
-                for snapshot in self._held.values():
-                    snapshot.finish_copies()
+                asked = self._sender.requested()
                 late = self._sender.due() or self._sender.newcomers()
-                if self._busy or (self._held and late):
-                    self._sender.send(dict(self._held), list(self._held)[-1])
+                head = next(reversed(self._held), None)
+                due = [one for one in self._held if one in asked or (self._busy and one == head)]
+                if head is not None and (due or late):
+                    self._sender.send(dict(self._held), head, due)
                 sweep()
                 with self._changed:
                     self._busy = False
@@ -123,17 +124,24 @@ class CollectivePublisher(StagedPublisher[WeightSnapshot]):
 class CollectiveReceiver:
     """Receiver of a CollectivePublisher at `address`, and of its successors, by a thread.
 
+    `keep`: number of newest versions that the engine may fetch; those before them come on request.
     `name`: the name of this receiver in the learner's log. `device`: a GPU for NCCL.
     """
 
     def __init__(
-        self, address: str, *, deadline_s: float = 30.0, device: str = "", name: str = ""
+        self,
+        address: str,
+        keep: int = 2,
+        *,
+        deadline_s: float = 30.0,
+        device: str = "",
+        name: str = "",
     ) -> None:
         self.address = address
         self._deadline_s = deadline_s
         self._device = device
         self._name = name or f"{socket.gethostname()}:{os.getpid()}"
-        self._versions = ReceivedVersions(pinned=bool(device))
+        self._versions = ReceivedVersions(keep, bool(device), deadline_s)
         self._closed = False
         self._thread = threading.Thread(target=self._work, name="weights", daemon=True)
         self._thread.start()
@@ -149,6 +157,7 @@ class CollectiveReceiver:
 
     def close(self) -> None:
         self._closed = True
+        self._versions.close()
         self._thread.join(timeout=1.0)  # building a group may take longer
 
     def _work(self) -> None:

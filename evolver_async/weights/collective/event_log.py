@@ -7,6 +7,7 @@
     here/R/N, ack/I/N  a receiver's answers to roll call R (numbers of those that it cannot reach)
                        and to cast I (OK, or why it has not received it)
     epoch/E/           rendezvous of the members of epoch E
+    requests           queue of versions that receivers ask for, as JSON
 
 Answers and rendezvous are deleted when the next epoch begins, a description when it was read: a
 store lives as long as its learner, in its memory.
@@ -35,6 +36,7 @@ LOOPBACK = "127.0.0.1"
 PROBE_S = 2.0  # for a connection to be accepted
 POLL_S = 0.01
 OK = "ok"  # a receiver's answer to a cast
+REQUESTS = "requests"
 KEPT_EVENTS = 1000  # a receiver further behind joins anew
 
 

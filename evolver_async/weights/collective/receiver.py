@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import Store
 
 from evolver_async.schema import WeightId
-from evolver_async.weights.collective.event_log import OK, EventReader
+from evolver_async.weights.collective.event_log import OK, REQUESTS, EventReader
 from evolver_async.weights.collective.presence import Member, Presence, unreachable
 from evolver_async.weights.collective.process_group import (
     IN_FLIGHT,
@@ -20,9 +20,9 @@ from evolver_async.weights.collective.process_group import (
     BroadcastGroup,
     CastFailed,
     buckets,
-    checksum,
     first_line,
     gpu_id,
+    passing,
     sweep,
 )
 from evolver_async.weights.collective.versions import ReceivedVersion, ReceivedVersions
@@ -59,6 +59,8 @@ class BroadcastReceiver:
         while not self.closing():
             event = self._reader.wait(2 * LOOK_S)
             sweep()
+            for weights in self.versions.requests():
+                self.store.queue_push(REQUESTS, msgspec.json.encode(weights).decode())
             if event is None:
                 continue
             kind = event["kind"]
@@ -125,10 +127,19 @@ class BroadcastReceiver:
             self._lacking = f"could not enter the group: {first_line(error)}"
 
     def _receive_version(self, cast: dict[str, Any]) -> None:
-        """Receive, verify, commit and acknowledge one version; a failure leaves all as it was."""
-        received = ReceivedVersion(self.versions.buffer(cast["bytes"]), cast["tensors"])
+        """Receive, verify, commit and acknowledge one version; a failure leaves all as it was.
+
+        Bytes that are not lacking pass by: they are sent for other members.
+        """
+        weights, kept = _weights(cast["weights"]), [_weights(other) for other in cast["held"]]
+        size, bucket_bytes = cast["bytes"], cast["bucket_bytes"]
+        received = None
+        if self.versions.lacks(weights, kept):
+            received = ReceivedVersion(self.versions.buffer(size), cast["tensors"])
         try:
-            found = self._receive(received.bytes_N, cast["bucket_bytes"])
+            found = self._receive(
+                buckets(received.bytes_N, bucket_bytes) if received else passing(size, bucket_bytes)
+            )
         except (CastFailed, RuntimeError) as error:
             log.warning("a version of the weights was not received: %s", first_line(error))
             self._leave_group()
@@ -138,26 +149,25 @@ class BroadcastReceiver:
         if sums is None or sums["number"] != cast["number"]:
             return  # given up by the learner; its next event is in the log
         if found != sums["checksums"]:
-            log.error("weights %s do not match their checksums", _weights(cast["weights"]))
+            log.error("weights %s do not match their checksums", weights)
             self._acknowledge(cast, "received other bytes")
             return
-        held = {_weights(other) for other in cast["held"]}
-        self.versions.commit(_weights(cast["weights"]), received, held, _weights(cast["head"]))
+        self.versions.commit(weights, received, kept, _weights(cast["head"]))
         self._acknowledge(cast, OK)
 
-    def _receive(self, out_N: Tensor, bucket_bytes: int) -> list[int]:
-        """Fill `out_N`; return its checksums."""
+    def _receive(self, parts: list[Tensor]) -> list[int]:
+        """Fill the buckets in their order; return their checksums."""
         sums: list[int] = []
-        under_way: list[tuple[Broadcast, Tensor]] = []
+        under_way: list[Broadcast] = []
 
         def finish() -> None:
-            part, bucket_N = under_way.pop(0)
+            part = under_way.pop(0)
             self._finish(part)
-            sums.append(checksum(bucket_N))
+            sums.append(part.checksum())
 
         assert self._group is not None
-        for bucket_N in buckets(out_N, bucket_bytes):
-            under_way.append((self._group.broadcast(bucket_N), bucket_N))
+        for bucket_N in parts:
+            under_way.append(self._group.broadcast(bucket_N))
             if len(under_way) == IN_FLIGHT:
                 finish()
         while under_way:

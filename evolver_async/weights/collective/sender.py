@@ -5,14 +5,15 @@ all call the same collectives in one order:
 
     roll   R, addresses every receiver answers which ones it cannot reach; open casts are given up
     epoch  E, members   these build a new group; a receiver that was asked but left out joins anew
-    cast   I, version   the members receive its buckets into memory of their own
+    cast   I, version   the members receive its buckets into memory of their own, or let them pass
     sums   I, checksums they compare, commit the version whole or not at all, and acknowledge
     end                 the learner leaves
 
 An epoch begins after a join, a leave, a death or a failed cast, with a cast of every version that
-is kept: so late and failed receivers catch up. No end waits longer than `deadline_s` for a peer
-that makes no progress, and a roll call lasts ROLL_S: a silent receiver is left out. A connection to
-each receiver tells at once that it has ended (see `presence`), and nothing waits for it any more.
+is kept: so late and failed receivers catch up. A receiver can ask for a version that is kept, which
+is then cast again. No end waits longer than `deadline_s` for a peer that makes no progress, and a
+roll call lasts ROLL_S: a silent receiver is left out. A connection to each receiver tells at once
+that it has ended (see `presence`), and nothing waits for it any more.
 
 Groups connect all members with each other, and one whose ports are filtered would keep the versions
 from all. So a receiver is left out for PAUSE_S if the learner cannot connect to it, if it and
@@ -27,12 +28,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import msgspec
-from torch import Tensor
 
 from evolver_async.schema import WeightId
 from evolver_async.weights.channel.byte_layout import aligned
 from evolver_async.weights.channel.snapshot import WeightSnapshot
-from evolver_async.weights.collective.event_log import OK, EventLog, ServedStore
+from evolver_async.weights.collective.event_log import OK, REQUESTS, EventLog, ServedStore
 from evolver_async.weights.collective.presence import Connections, Member, apart
 from evolver_async.weights.collective.process_group import (
     IN_FLIGHT,
@@ -41,7 +41,6 @@ from evolver_async.weights.collective.process_group import (
     BroadcastGroup,
     CastFailed,
     buckets,
-    checksum,
     first_line,
     gpu_id,
     on_distinct_gpus,
@@ -97,8 +96,17 @@ class BroadcastSender:
         """True if it is time to try members again that lack the newest version."""
         return time.monotonic() >= self._again_at
 
-    def send(self, held: dict[WeightId, WeightSnapshot], head: WeightId) -> None:
-        """Cast `head` to every member, and all versions of `held` to newcomers."""
+    def requested(self) -> set[WeightId]:
+        """Return the versions that receivers have asked for since the last call."""
+        store, found = self.served.store, set[WeightId]()
+        while store.queue_len(REQUESTS):
+            found.add(msgspec.json.decode(store.queue_pop(REQUESTS), type=WeightId))
+        return found
+
+    def send(
+        self, held: dict[WeightId, WeightSnapshot], head: WeightId, due: list[WeightId]
+    ) -> None:
+        """Cast the versions of `due` to every member, and all of `held` to newcomers."""
         if self.due():
             self._again_at = math.inf
             self._take_back()
@@ -108,7 +116,8 @@ class BroadcastSender:
             try:
                 same = not (self._drop_gone() or self.newcomers())
                 if self._group is not None and same:
-                    self._cast(head, held, head)
+                    for weights in due:
+                        self._cast(weights, held, head)
                 elif self._begin_epoch():
                     for weights in held:
                         self._cast(weights, held, head)
@@ -318,19 +327,20 @@ class BroadcastSender:
             }
         )
         cast = CastState(number, {*self._members}, time.monotonic())
-        sums = self._broadcast(snapshot.bytes_N, cast)
+        sums = self._broadcast(snapshot, cast)
         self._log.write({"kind": "sums", "number": number, "checksums": sums})
         self._await_acknowledgements(cast)
 
-    def _broadcast(self, bytes_N: Tensor, cast: "CastState") -> list[int]:
-        """Send the bytes; return their checksums, computed while they travel."""
+    def _broadcast(self, snapshot: WeightSnapshot, cast: "CastState") -> list[int]:
+        """Send the bytes as they are copied; return their checksums, computed while they travel."""
         assert self._group is not None
         found: list[int] = []
         under_way: list[Broadcast] = []
         try:
-            for bucket_N in buckets(bytes_N, self.bucket_bytes):
+            for index, bucket_N in enumerate(buckets(snapshot.bytes_N, self.bucket_bytes)):
+                snapshot.await_bytes(index * self.bucket_bytes + len(bucket_N))
                 under_way.append(self._group.broadcast(bucket_N))
-                found.append(checksum(bucket_N))
+                found.append(under_way[-1].checksum())
                 if len(under_way) == IN_FLIGHT:
                     self._finish(under_way.pop(0), cast)
             for part in under_way:

@@ -168,9 +168,14 @@ def test_an_actor_holds_what_its_receivers_hold() -> None:
     assert part(mapped, "actor", "weights") == part(mapped, "actor", "fetched weights") == 0
     assert mapped.shared == 3 * copy, "the two that are kept, and the one that is written"
     cast = planned("weights.kind=collective")
-    assert (part(cast, "actor", "fetched weights"), cast.shared) == (3 * copy, 0)
+    assert (part(cast, "actor", "fetched weights"), cast.shared) == (2 * copy, 0)
+    assert part(cast, "learner", "published weights") == 2 * copy, (
+        "one that is sent, one that waits"
+    )
+    lagging = planned("weights.kind=collective", "actors.weight_lag=2", "buffer.max_staleness=4")
+    assert part(lagging, "actor", "fetched weights") == 4 * copy
     workers = ("engine.kind=vllm", "engine.tensor_parallel=2", "weights.kind=collective")
-    assert part(planned(*workers), "actor", "fetched weights") == 2 * 3 * copy
+    assert part(planned(*workers), "actor", "fetched weights") == 2 * 2 * copy
     assert part(planned(*workers), "actor", "staged weights") == copy
     lora = planned("policy.lora.rank=8", "learner.minibatches=1")
     assert part(lora, "actor", "weights") == copy, "no file has the base model"
@@ -182,6 +187,14 @@ def test_parts_on_gpus_leave_the_host() -> None:
     learner = gpu.processes[0]
     assert learner.gpu > 16 * SHAPE.parameters
     assert learner.private < host_memory.processes[0].private - 16 * SHAPE.parameters
+
+
+def test_pinned_memory_of_a_broadcast_is_rounded_as_torch_rounds_it() -> None:
+    plan = planned("weights.kind=collective", "policy.dtype=bfloat16", gpu=True)
+    copy, pinned = 2 * SHAPE.parameters, 1 << 23
+    assert pinned / 2 < copy < pinned
+    assert part(plan, "actor", "fetched weights") == 2 * pinned
+    assert part(plan, "learner", "published weights") == 2 * pinned
 
 
 def test_a_gpu_copies_weights_to_and_from_the_files_themselves() -> None:

@@ -16,6 +16,7 @@ from network import needs_ipv6
 from receivers import filled, remotes
 
 from evolver_async.schema import WeightId
+from evolver_async.weights.channel.checksums import BLOCK, summed
 from evolver_async.weights.channel.interface import WeightsGone
 from evolver_async.weights.collective import receiver as receiving
 from evolver_async.weights.collective import sender
@@ -24,7 +25,12 @@ from evolver_async.weights.collective.channel import (
     CollectivePublisher,
     CollectiveReceiver,
 )
-from evolver_async.weights.collective.process_group import on_distinct_gpus
+from evolver_async.weights.collective.process_group import (
+    block_sums,
+    checksum,
+    on_distinct_gpus,
+)
+from evolver_async.weights.collective.versions import ReceivedVersions
 
 DEADLINE_S = 2.0
 LONG_S = 60.0  # a deadline that no test may reach
@@ -77,10 +83,10 @@ def receive(tmp_path: Path) -> Iterator[Callable[..., CollectiveReceiver]]:
     started: list[CollectiveReceiver] = []
 
     def start(
-        address: str = "", name: str = "", deadline_s: float = DEADLINE_S
+        address: str = "", name: str = "", deadline_s: float = DEADLINE_S, keep: int = 2
     ) -> CollectiveReceiver:
         address = address or str(tmp_path / "w")
-        receiver = CollectiveReceiver(address, deadline_s=deadline_s, name=name)
+        receiver = CollectiveReceiver(address, keep, deadline_s=deadline_s, name=name)
         started.append(receiver)
         return receiver
 
@@ -152,6 +158,47 @@ def test_a_learner_without_actors_does_not_wait_and_late_joiners_catch_up(
     second = receive()
     wait_for(lambda: second.head() == version(6), "the second to catch up")
     assert first.available() == second.available() == [version(5), version(6)]
+
+
+def test_a_receiver_has_memory_for_one_version_and_gets_others_again_on_request(
+    publish_at: Callable[..., CollectivePublisher],
+    receive: Callable[..., CollectiveReceiver],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As around an evaluation of a version that is no longer the newest."""
+    places: list[int] = []
+    buffer = ReceivedVersions.buffer
+
+    def noted(self: ReceivedVersions, size: int) -> torch.Tensor:
+        found = buffer(self, size)
+        places.append(found.data_ptr())
+        return found
+
+    monkeypatch.setattr(ReceivedVersions, "buffer", noted)
+
+    def adopt(step: int) -> None:
+        assert bool((receiver.fetch(version(step))["c"] == step).all())
+
+    publisher, receiver = publish_at(keep=1), receive(keep=1, deadline_s=LONG_S)
+    for step in range(1, 5):
+        publisher.publish(version(step), filled(step, NUMBERS), retain=step == 3)
+        wait_for(lambda step=step: receiver.head() == version(step), "the version")
+        adopt(step)
+    assert receiver.available() == [version(3), version(4)]
+    late = receive(keep=1, deadline_s=LONG_S)
+    wait_for(lambda: late.head() == version(4), "another receiver")
+    came = len(places)
+    assert came == 5, "not a second time to the first one, and only the newest to the other one"
+    for step in (3, 4):
+        adopt(step)
+    assert len(places) == came + 2, "the other receiver lets them pass"
+    assert len(set(places)) == 2, "one for each receiver"
+    publisher.release(version(3))
+    publisher.publish(version(5), filled(5, NUMBERS))
+    publisher.wait()
+    with pytest.raises(WeightsGone):
+        receiver.fetch(version(3))
+    adopt(5)
 
 
 def test_receivers_that_come_and_go_leave_nothing_in_the_store(
@@ -338,8 +385,8 @@ def test_an_actor_that_two_failures_name_is_left_out_and_told_of(
 ) -> None:
     receives = receiving.BroadcastReceiver._receive
 
-    def fails(self: receiving.BroadcastReceiver, out_N: torch.Tensor, size: int) -> list[int]:
-        sums = receives(self, out_N, size)
+    def fails(self: receiving.BroadcastReceiver, parts: list[torch.Tensor]) -> list[int]:
+        sums = receives(self, parts)
         return [0, *sums] if self.name == "bad" else sums
 
     monkeypatch.setattr(receiving.BroadcastReceiver, "_receive", fails)
@@ -411,6 +458,12 @@ def test_a_learner_killed_in_the_middle_leaves_whole_weights_and_is_followed(
     finally:
         learner.kill()
         learner.communicate()
+
+
+@pytest.mark.parametrize("size", [0, 64, BLOCK, 3 * BLOCK + 128])
+def test_a_gpu_sums_to_the_checksum_of_the_host(size: int) -> None:
+    bytes_N = torch.randint(0, 256, (size,), dtype=torch.uint8, generator=torch.Generator())
+    assert summed(*block_sums(bytes_N)) == checksum(bytes_N)
 
 
 @needs_ipv6

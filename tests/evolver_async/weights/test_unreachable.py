@@ -44,6 +44,9 @@ class LateGroup:
     def done(self, _: float) -> bool:
         return True
 
+    def checksum(self) -> int:
+        return 0
+
     def abandon(self) -> None: ...
 
 
@@ -91,7 +94,7 @@ def test_nccl_leaves_out_an_actor_with_filtered_ports_too(
     for times, groups in ((1, [both, near, alone, near]), (2, [alone, near])):  # tried again alone
         LateGroup.built.clear()
         monkeypatch.setattr(sending, "due", lambda times=times: times == 2)
-        sending.send({weights: snapshot}, weights)
+        sending.send({weights: snapshot}, weights, [weights])
         assert caplog.text.count("filtered cannot be reached at its data ports") == times
         assert caplog.text.count("did not reach every actor") == 1
         assert [sorted(members) for members in LateGroup.built] == groups

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ from weight_heads import check_heads
 from evolver_async.process import mounts
 from evolver_async.process.private_directories import LOCK, OWNER, PREFIX, claim, owned, sweep
 from evolver_async.schema import WeightId
+from evolver_async.weights.channel.byte_layout import views
 from evolver_async.weights.channel.interface import WeightsCorrupt, WeightsGone
 from evolver_async.weights.channel.snapshot import WeightSnapshot
 from evolver_async.weights.channel.weight_source import Part, WholeTensors
@@ -107,6 +109,36 @@ def test_an_error_of_the_copy_reaches_the_caller(tmp_path: Path, background: boo
         sender.publish(version(1), BrokenSource(filled(1.0)))
         sender.copied()
     sender.close()
+
+
+class HalfSource(WholeTensors):
+    """Source whose tensors after the first one come when `go` is set."""
+
+    def __init__(self, tensors: dict[str, Tensor]) -> None:
+        super().__init__(tensors)
+        self.go = threading.Event()
+
+    def parts(self) -> Iterator[list[Part]]:
+        (whole,) = super().parts()
+        yield whole[:1]
+        self.go.wait()
+        yield whole[1:]
+
+
+def test_the_first_bytes_can_be_sent_while_the_others_are_copied() -> None:
+    snapshot, source = WeightSnapshot(summed=False), HalfSource(filled(1.0))
+    with ThreadPoolExecutor(1) as beside:
+        snapshot.stage(version(1), source, 1, beside)
+        snapshot.await_bytes(4000)
+        assert bool((snapshot.bytes_N[:4000].view(torch.float32) == 1.0).all())
+        rest = threading.Thread(target=snapshot.await_bytes, args=(source.layout.size,))
+        rest.start()
+        rest.join(0.2)
+        assert rest.is_alive(), "the other tensor has not come"
+        source.go.set()
+        rest.join()
+    found = views(snapshot.bytes_N, snapshot.tensors)
+    assert bool((found["b"] == 1.0).all())
 
 
 class OvertakenSnapshot(WeightSnapshot):
