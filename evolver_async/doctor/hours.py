@@ -26,7 +26,8 @@ TOKEN_S = 0.005  # of a decoding step beside its reads: its launch, and drawing 
 DOUBLED = 0.9  # share of two engines' rate that one on twice as many GPUs reaches
 HOST_BYTES_S = 20e9  # between a GPU and its host's memory, or another host
 REFILLED = 2.0  # groups that are sampled for each that trains, if those without spread are replaced
-HOST_GPUS = 8  # of one machine; all ranks of a learner are on one
+HOST_GPUS = 8  # of one machine
+MEETING = {"address": "tcp://first:4003", "trusted_network": True}  # of ranks on several
 SHARED_MEMORY = 0.3  # of a GPU that an engine shares with the learner
 ALIKE = 1.05  # times the fewest hours, below which an engine with fewer GPUs is taken
 GAIN = 0.8  # share of the present hours below which another division is proposed
@@ -162,7 +163,8 @@ def divided(config: Config, shape: DecoderShape, card: Card, gpus: int) -> Confi
     None if no division fits into the GPUs' memory.
     """
     found = list[tuple[int, float, Config]]()
-    for ranks in range(1, min(gpus, HOST_GPUS) + 1):
+    of_hosts = range(2 * HOST_GPUS, gpus, HOST_GPUS)  # whole ones
+    for ranks in (*range(1, min(gpus, HOST_GPUS) + 1), *of_hosts):
         for parallel in (1, 2, 4, 8):
             engines = (gpus - ranks) // parallel
             if gpus == 1:
@@ -189,7 +191,8 @@ def _fits(config: Config, shape: DecoderShape, card: Card, gpus: int) -> bool:
 def _on(config: Config, engines: int, parallel: int, ranks: int, *, shares: bool) -> Config:
     """Return a configuration with these engines on the first GPUs and these ranks on the next."""
     used = engines * parallel
-    places = list(range(used)), [0] if shares else list(range(used, used + ranks))
+    hosts = max(1, ranks // HOST_GPUS)
+    places = list(range(used)), [0] if shares else list(range(used, used + ranks // hosts))
     gpus = replace(config.launch.gpus, actors=places[0], learner=places[1])
     memory = min(config.engine.memory, SHARED_MEMORY) if shares else max(config.engine.memory, 0.9)
     kv = config.engine.kv_cache_bytes if shares else 0
@@ -198,7 +201,7 @@ def _on(config: Config, engines: int, parallel: int, ranks: int, *, shares: bool
         config,
         actors=replace(config.actors, count=engines),
         engine=replace(config.engine, tensor_parallel=parallel, memory=memory, kv_cache_bytes=kv),
-        learner=replace(config.learner, ranks=ranks),
+        learner=replace(config.learner, ranks=ranks, hosts=hosts, **(MEETING if hosts > 1 else {})),
         launch=replace(config.launch, gpus=gpus),
         weights=replace(config.weights, kind=kind),
     )

@@ -101,13 +101,14 @@ def test_a_mixture_multiplies_its_active_experts_alone() -> None:
     assert mixed.passed == dense.passed + router and mixed.parameters > 5 * dense.parameters
 
 
-def test_a_division_fits_and_all_ranks_are_on_one_machine() -> None:
+def test_a_division_fits_and_its_ranks_fill_whole_machines() -> None:
     assert hours.divided(config(), SEVEN, CARD, 1) is None, "18 bytes a parameter and an engine"
     one = hours.divided(config(), SMALL, CARD, 1)
     assert one is not None and one.launch.gpus.actors == one.launch.gpus.learner == [0]
     many = hours.divided(config(LEAN), SEVEN, CARD, 64)
-    assert many is not None and many.learner.ranks == 8
-    assert many.actors.count * many.engine.tensor_parallel == 56
+    assert many is not None and many.learner.ranks_per_host == hours.HOST_GPUS
+    assert many.learner.hosts > 1
+    assert many.actors.count * many.engine.tensor_parallel + many.learner.ranks == 64
 
 
 def test_texts_propose_a_division_that_is_much_faster() -> None:
