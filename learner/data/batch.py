@@ -10,6 +10,7 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -295,7 +296,7 @@ class Minibatch:
         rank: int = 0,
         ranks: int = 1,
         cost: RowCost | None = None,
-    ) -> Iterator[MicroBatch | None]:
+    ) -> Iterator[Any]:  # a MicroBatch or, of several ranks alone, None
         """Yield micro-batches of at most `token_budget` tokens, padding included.
 
         Padded and packed, the longest rows come first, so that a budget beyond the memory fails at
