@@ -10,7 +10,6 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 import torch
@@ -288,16 +287,23 @@ class Minibatch:
         ]
 
     def micro_batches(
+        self, token_budget: int, device: torch.device, layout: Layout = "padded"
+    ) -> Iterator[MicroBatch]:
+        """Yield micro-batches of at most `token_budget` tokens, padding included, of all rows."""
+        shares = self.shared_micro_batches(token_budget, device, layout)
+        yield from (micro for micro in shares if micro is not None)
+
+    def shared_micro_batches(
         self,
         token_budget: int,
         device: torch.device,
-        layout: Layout = "padded",
+        layout: Layout,
         *,
         rank: int = 0,
         ranks: int = 1,
         cost: RowCost | None = None,
-    ) -> Iterator[Any]:  # a MicroBatch or, of several ranks alone, None
-        """Yield micro-batches of at most `token_budget` tokens, padding included.
+    ) -> Iterator[MicroBatch | None]:
+        """Yield the micro-batches of a rank, of at most `token_budget` tokens, padding included.
 
         Padded and packed, the longest rows come first, so that a budget beyond the memory fails at
         once. Trees take rows that begin alike together; tokens that rows share count once.

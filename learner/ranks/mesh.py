@@ -122,7 +122,7 @@ class Ranks:
         if layout != "packed":  # packed rows are dealt evenly
             limit = self.budget(limit, partial(minibatch.laid_lengths, layout))
         shared = {"rank": self.rank, "ranks": self.count, "cost": self.cost}
-        for micro in minibatch.micro_batches(limit, self.device, layout, **shared):
+        for micro in minibatch.shared_micro_batches(limit, self.device, layout, **shared):
             if self.largest(int(self.progress.abandons())):
                 raise StepAbandoned
             yield micro
