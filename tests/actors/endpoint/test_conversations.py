@@ -566,9 +566,11 @@ def test_the_page_lists_rates_and_draws_and_runs_no_text_of_a_user(tmp_path: Pat
         ("rollout.players=[a, b]", "rollout.players"),
         ("eval.episodes=9", "eval.episodes"),
         ("rollout.serve.redact=['(']", "rollout.serve.redact"),
+        ("actors.count=2", "actors.count"),
     ],
 )
 def test_settings_that_conversations_cannot_have_are_refused(change: str, named: str) -> None:
-    load(None, [WANTED, *PLAIN])
+    good = [WANTED, *PLAIN, "actors.count=1"]
+    load(None, good)
     with pytest.raises(ConfigError, match=named.replace(".", r"\.")):
-        load(None, [WANTED, *PLAIN, change])
+        load(None, [*good, change])

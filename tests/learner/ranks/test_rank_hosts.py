@@ -39,14 +39,18 @@ def be_rank_somewhere(rank: int, far: FarHost | None, *given: object) -> None:
 
 
 @pytest.mark.parametrize(("copies", "kinds"), [(1, ("rl",)), (2, KINDS)])
-def test_four_ranks_on_two_hosts_have_the_losses_and_weights_of_one(copies, kinds, world, far):
-    directory, single = world
+def test_four_ranks_on_two_hosts_have_the_losses_and_weights_of_one(
+    copies, kinds, world, far, tmp_path
+):
+    before, single = world
+    directory = tmp_path
+    make_policies(directory)
     here = "127.0.0.1" if far is None else far.here
     addresses = [
         f"tcp://{here}:{free_port() if far is None else far.free_port()}" for _ in (*kinds, "again")
     ]
     plan = [(name, None) for name in kinds]
-    plan.append(("rl", str(directory / "rl-single" / "checkpoint")))
+    plan.append(("rl", str(before / "rl-single" / "checkpoint")))
     given = far, directory, plan, "cpu", addresses, copies
     mp.spawn(be_rank_somewhere, args=given, nprocs=COUNT)  # pyright: ignore[reportPrivateImportUsage]
     for name in kinds:
@@ -58,5 +62,5 @@ def test_four_ranks_on_two_hosts_have_the_losses_and_weights_of_one(copies, kind
     saved = directory / "rl-whole-0" / "checkpoint"
     last = COUNT // copies - 1
     assert (saved / f"model.{last}of{COUNT // copies}.safetensors").exists()
-    again = train("rl", directory, directory / f"again-{copies}", resume=saved)
+    again = train("rl", directory, directory / "again", resume=saved)
     assert_alike(again.rows, single["rl"].rows[SAVED:], TOLERANCE)
