@@ -126,8 +126,10 @@ def jaccard(left: set[str], right: set[str]) -> float:
     return len(left & right) / len(both) if both else 1.0
 
 
-async def feasible(made: Candidate, play: Play, checked: bool, replays: int, kept: int) -> bool:
-    """Return True if the reference solves the task in fresh instances.
+async def feasible(
+    made: Candidate, play: Play, checked: bool, replays: int, kept: int
+) -> ReplayedEpisode | None:
+    """Return the replay of a reference that solves the task in fresh instances, else None.
 
     It must do so with the exploration's dynamics seed and in `kept` of `replays` instances with
     other seeds. `checked`: the environment checks success; otherwise all actions of the reference
@@ -135,18 +137,18 @@ async def feasible(made: Candidate, play: Play, checked: bool, replays: int, kep
     """
     task, reference = made.task, made.task.reference or []
 
-    async def works(dynamics_seed: int) -> bool:
-        played = await play(task, reference, dynamics_seed)
+    def works(played: ReplayedEpisode) -> bool:
         whole = not played.refused and len(played.actions) == len(reference)
         failed = any(step.info.tool_error for step in played.steps)
         return whole and (played.success if checked else not failed)
 
-    if not await works(made.dynamics_seed):
-        return False
+    first = await play(task, reference, made.dynamics_seed)
+    if not works(first):
+        return None
     seeds = [key(made.dynamics_seed, "replay", number) for number in range(replays)]
     worked = 0
     for left, seed in zip(range(replays, 0, -1), seeds, strict=True):
         if worked >= kept or worked + left < kept:
             break
-        worked += await works(seed)
-    return worked >= kept
+        worked += works(await play(task, reference, seed))
+    return first if worked >= kept else None

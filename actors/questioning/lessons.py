@@ -1,17 +1,26 @@
 """Lessons of explorations: solutions of the tasks made of them, and what they tried in vain."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from actors.questioning.action_replay import ReplayedEpisode
-from actors.questioning.synthesize import Candidate
+from evolver_async.schema import Task
 from evolver_async.wire.transcripts import Transcript, Turn
 
 MAX_REFUSED = 64  # turns in a lesson
 
 
-def longest(accepted: Sequence[Candidate]) -> list[Candidate]:
-    """Leave out the candidates whose solution is the beginning of another one's."""
-    ways = [one.task.reference or [] for one in accepted]
+class Solved(NamedTuple):
+    """New task, the member whose exploration it comes from, and the replay of its solution."""
+
+    task: Task
+    member: int
+    played: ReplayedEpisode
+
+
+def longest(accepted: Sequence[Solved]) -> list[Solved]:
+    """Leave out the tasks whose solution is the beginning of another one's."""
+    ways = [one.played.actions for one in accepted]
     return [
         one
         for one, way in zip(accepted, ways, strict=True)

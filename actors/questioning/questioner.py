@@ -28,7 +28,7 @@ from actors.questioning.actions import ActionForm, Surroundings
 from actors.questioning.explore import Explorer, exploring, has_goals, unbound
 from actors.questioning.filters import KnownTasks, feasible, large
 from actors.questioning.grade import Grade, grade
-from actors.questioning.lessons import lesson, longest
+from actors.questioning.lessons import Solved, lesson, longest
 from actors.questioning.profile import Profiles, obeys
 from actors.questioning.solve import solve_again
 from actors.questioning.synthesize import Candidate, Exploration, task_of, too_long
@@ -45,8 +45,12 @@ from evolver_async.schema import Task, Ticket
 from evolver_async.wire.transcripts import Turn
 
 COUNTED = (
-    *("candidates", "accepted", "taught"),
-    *("dropped_known", "dropped_large", "dropped_infeasible"),
+    "candidates",
+    "accepted",
+    "taught",
+    "dropped_known",
+    "dropped_large",
+    "dropped_infeasible",
 )
 LLM_COUNTED = (  # only with a language model
     "dropped_empty",
@@ -144,18 +148,18 @@ class Questioner:
         else:
             candidates = await self._from_proposals(ticket, explorations, progress)
         self._counts["candidates"] += len(candidates)
-        accepted: list[Candidate] = []
+        accepted: list[Solved] = []
         for candidate in candidates:
             if len(accepted) == self.config.per_episode * len(explorations):
                 break
-            task = await self._accepted(ticket, candidate, progress)
-            if task is not None:
-                self._known.add(task, ticket.task)
-                accepted.append(candidate._replace(task=task))
+            solved = await self._accepted(ticket, candidate, progress)
+            if solved is not None:
+                self._known.add(solved.task, ticket.task)
+                accepted.append(solved)
             await asyncio.sleep(0)  # lets other tickets of this actor run
         self._counts["accepted"] += len(accepted)
         if self._guide is not None:
-            await self._teach(self._guide, ticket, accepted, refused, progress)
+            self._teach(self._guide, ticket, accepted, refused)
         return [one.task for one in accepted]
 
     def grades(self, task: Task) -> bool:
@@ -196,13 +200,8 @@ class Questioner:
                 plays.append((one, played))
         return plays
 
-    async def _teach(
-        self,
-        guide: ExperienceGuide,
-        ticket: Ticket,
-        accepted: list[Candidate],
-        refused: list[Turn],
-        progress: TicketProgress,
+    def _teach(
+        self, guide: ExperienceGuide, ticket: Ticket, accepted: list[Solved], refused: list[Turn]
     ) -> None:
         """Contribute the accepted tasks with their solutions to the experience.
 
@@ -210,15 +209,9 @@ class Questioner:
         solved these tasks.
         """
         for number, one in enumerate(longest(accepted)):
-            where = ticket, one.member, one.task, one.task.reference or [], one.dynamics_seed
-            try:
-                played = await replay(*where, self._timeout_s, progress, *self._shared)
-            except EnvironmentFailure as failure:
-                self._failed("a lesson", failure)
-                continue
             name = f"{ticket.group_id}/{one.member}/{ticket.attempt}/{number}"
-            episodes = lesson(name, played, refused)
-            guide.contribute(one.task, query_of(one.task, played.first), episodes, ticket.stage)
+            query = query_of(one.task, one.played.first)
+            guide.contribute(one.task, query, lesson(name, one.played, refused), ticket.stage)
             self._counts["taught"] += 1
 
     async def _from_proposals(
@@ -272,8 +265,8 @@ class Questioner:
 
     async def _accepted(
         self, ticket: Ticket, candidate: Candidate, progress: TicketProgress
-    ) -> Task | None:
-        """Return the task; None if a filter rejects it.
+    ) -> Solved | None:
+        """Return the task with its solution; None if a filter rejects it.
 
         With `resolve` its reference is the new solution if that is short enough and feasible.
         """
@@ -284,10 +277,11 @@ class Questioner:
             where = ticket, candidate.member, task, actions, dynamics_seed
             return await replay(*where, self._timeout_s, progress, *self._shared)
 
-        objection = self._known.objection(task, ticket.task)
+        objection, played = self._known.objection(task, ticket.task), None
         try:
-            if objection is None and not await feasible(candidate, play, checked, *replays):
-                objection = "infeasible"
+            if objection is None:
+                played = await feasible(candidate, play, checked, *replays)
+                objection = None if played else "infeasible"
             if objection is None and not await self._obeys(candidate, progress):
                 objection = "profile"
             if objection is None and config.resolve and self._client is not None:
@@ -296,15 +290,16 @@ class Questioner:
                     objection = "unsolved"
                 elif not too_long(solved.reference or [], candidate.form) and not large(solved):
                     again = candidate._replace(task=solved)
-                    task = solved if await feasible(again, play, checked, *replays) else task
+                    if replayed := await feasible(again, play, checked, *replays):
+                        task, played = solved, replayed
         except EnvironmentFailure as failure:
             self._failed("a candidate", failure)
             objection = "infeasible"
         except Unavailable as error:
             self._outage("a candidate is not solved again", error)
             objection = "unsolved"
-        if objection is None:
-            return task
+        if objection is None and played is not None:
+            return Solved(task, candidate.member, played)
         self._counts[f"dropped_{objection}"] += 1
         return None
 

@@ -61,7 +61,7 @@ class Child:
     """One role of the run and its present process, which runs since `started`.
 
     `restarts` is the used part of its budget; `due` is the time of the next restart. A learner of
-    several ranks has `others` beside its first; all of them end together.
+    several ranks has `others` beside its first, which is rank `first`; all of them end together.
     """
 
     role: str
@@ -72,6 +72,7 @@ class Child:
     due: float | None = None
     started: float = field(default_factory=time.monotonic)
     others: list[Handle] = field(default_factory=list)
+    first: int = 0
     failed_rank: int | None = None  # the rank whose end made the launcher kill the others
     moves: bool = False  # it was asked to leave a place that is drained
     disk_failed: float = -math.inf  # time of the failure of its disk that used a restart
@@ -84,8 +85,9 @@ class Child:
     @property
     def failed_process(self) -> tuple[str, int]:
         """Name and pid of the process whose log holds the cause of the end."""
-        rank = self.failed_rank or 0
-        return (f"{self.name}-{rank}" if rank else self.name), self.processes[rank].pid
+        place = self.failed_rank or 0
+        rank = self.first + place
+        return (f"{self.name}-{rank}" if rank else self.name), self.processes[place].pid
 
     def poll(self) -> int | None:
         """Return the exit code, None while it runs. Kill all ranks if one of several died."""
@@ -164,9 +166,10 @@ class Spawner(ABC):
             log_file.write(line)
         return FailedStart(code)
 
-    def start_others(self, role: str, name: str, incarnation: int) -> list[Handle]:
-        """Start the ranks of a learner beside its first, on this host."""
-        ranks = range(1, self.config.learner.ranks_per_host if role == "learner" else 1)
+    def start_others(self, role: str, name: str, incarnation: int, first: int = 0) -> list[Handle]:
+        """Start the ranks of a learner beside the first one of its host."""
+        count = self.config.learner.ranks_per_host if role == "learner" else 1
+        ranks = range(first + 1, first + count)
         return [self.start(role, f"{name}-{rank}", incarnation, rank) for rank in ranks]
 
     def variables(self, role: str) -> dict[str, str]:

@@ -6,7 +6,6 @@ ends all of them at their next common operation, and they meet again at `learner
 
 import signal
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -14,8 +13,7 @@ from evolver_async.config import Config, ConfigError
 from evolver_async.config.load import load_written
 from evolver_async.durations import utc
 from evolver_async.errors import USER_ERROR
-from evolver_async.launch.child import FINAL, Handle, LocalSpawner, ending
-from evolver_async.launch.run_directory import last_error
+from evolver_async.launch.child import FINAL, Child, LocalSpawner, ending
 from evolver_async.terminal import say
 
 POLL_S = 0.2
@@ -32,7 +30,6 @@ class RankHost:
     host: int
     started: int = 0
     signals: list[int] = field(default_factory=list)
-    tell: Callable[[str], None] = say
 
     def run(self) -> int:
         """Keep the ranks running until the first rank ends them. Return an exit code."""
@@ -53,7 +50,7 @@ class RankHost:
     def _wait_for_run(self) -> None:
         config = self.run_dir / "config.yaml"
         if not config.is_file():
-            self.tell(f"waits for {config}")
+            say(f"waits for {config}")
         while not (config.is_file() or self.signals):
             time.sleep(POLL_S)
 
@@ -62,41 +59,35 @@ class RankHost:
         config = load_written(self.run_dir)
         ranks = ranks_of(config, self.host)
         self.started += 1
-        # Rank 0 alone talks to the buffer.
-        spawner = LocalSpawner(config, self.run_dir, "", None)
-        handles: dict[str, Handle] = {}
-        for rank in ranks:
-            name = f"learner-{rank}"
-            handles[name] = spawner.start("learner", name, self.started, rank)
-        self.tell(
-            f"{utc()} ranks {ranks[0]} to {ranks[-1]} of {self.run_dir.name}"
+        spawner = LocalSpawner(config, self.run_dir, "", None)  # rank 0 alone talks to the buffer
+        first = ranks[0]
+        process = spawner.start("learner", f"learner-{first}", self.started, first)
+        child = Child("learner", "learner", process, self.started, first=first)
+        child.others = spawner.start_others("learner", "learner", self.started, first)
+        say(
+            f"{utc()} ranks {first} to {ranks[-1]} of {self.run_dir.name}"
             f" meet the others at {config.learner.address}"
         )
         try:
-            failed, code = self._first_end(handles)
+            code = self._end_of(child)
         finally:
-            for handle in handles.values():
-                handle.kill()
-                handle.wait()
-        if code and not self.signals:
-            cause = last_error(spawner.log_file(failed), since=f"pid {handles[failed].pid}")
-            said = cause.partition("\n")[0] if cause else "no error was logged"
-            self.tell(f"{utc()} {failed} {ending(code)}: {said}")
+            for process in child.processes:
+                process.kill()
+                process.wait()
+        if code:
+            name, _ = child.failed_process
+            say(f"{utc()} {name} {ending(code)}: {spawner.last_error(child)}")
         return code
 
-    def _first_end(self, handles: dict[str, Handle]) -> tuple[str, int]:
-        """Return the name and code of a rank that failed, or of any if all ended well."""
+    def _end_of(self, child: Child) -> int:
+        """Wait until a rank has failed, or all have ended; return the code, 0 after a signal."""
         while not self.signals:
-            codes = {name: handle.poll() for name, handle in handles.items()}
-            bad = [name for name, code in codes.items() if code]
-            if bad:
-                # A code that names the cause comes first; others have only lost that rank.
-                first = min(bad, key=lambda name: codes[name] not in FINAL)
-                return first, codes[first] or 0
-            if all(code == 0 for code in codes.values()):
+            if code := child.poll():
+                return code
+            if all(process.poll() is not None for process in child.processes):
                 break
             time.sleep(POLL_S)
-        return next(iter(handles)), 0
+        return 0
 
 
 def ranks_of(config: Config, host: int) -> range:

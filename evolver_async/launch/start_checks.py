@@ -130,6 +130,8 @@ def check_addresses(config: Config) -> None:
         derived = experience_address(config, config.buffer.address)
         addresses.append(("buffer.address", derived))
     others = [("weights.address", config.weights.address)]
+    if config.learner.hosts > 1:
+        others.append(("learner.address", config.learner.address))
     if here and config.rollout.agent:
         check_free("rollout.endpoint.bind", f"{config.rollout.endpoint.bind}:0")
     _refuse_equal([*addresses, *others, ("metrics.prometheus", config.metrics.prometheus)])
@@ -141,9 +143,10 @@ def check_addresses(config: Config) -> None:
                 _check_address(name, address, keys)
     except KeysError as error:
         raise ConfigError(f"security.keys: {error}") from None
-    if here and config.weights.address:
+    for key, address in others if here else ():
         try:
-            listen(*host_and_port(config.weights.address)).close()
+            if address:
+                listen(*host_and_port(address), key).close()
         except OSError as error:
             raise ConfigError(str(error.strerror)) from None
 

@@ -10,7 +10,7 @@ of one mask (ceil(V / 8)).
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -49,16 +49,16 @@ def masked(logits_NV: Tensor, mask_N: Tensor, allowed_MW: Tensor) -> Tensor:
     return logits_NV.index_put((ruled_R,), logits_NV[ruled_R].where(allowed_RV, MASKED))
 
 
-class Readout:
+class Readout(Protocol):
     """Numbers of each position that are read of its logits, some positions (`rows`) at a time."""
 
     def prepare(self, logits_NV: Tensor, rows: slice) -> Tensor:
         """Return what the other two methods read; it may overwrite the logits."""
-        raise NotImplementedError
+        ...
 
     def values(self, prepared_NV: Tensor, rows: slice) -> tuple[Tensor, ...]:
         """Return float32[N] of each kind."""
-        raise NotImplementedError
+        ...
 
     def gradient(
         self,
@@ -71,11 +71,11 @@ class Readout:
 
         by_values: the gradients by each kind of values, None without one.
         """
-        raise NotImplementedError
+        ...
 
 
 @dataclass(frozen=True)
-class TargetReadout(Readout):
+class TargetReadout:
     """Log-probs of targets_N int64, and entropies or 0; settings as of `policy.token_logprobs`.
 
     With p the softmax of z / T: by z, log p_t has the gradient (1_t - p) / T and the entropy H has

@@ -23,7 +23,10 @@ from evolver_async.launch.start_checks import check_start
 from evolver_async.study.definition import SEED, VARIANT, Definition
 
 OWN_KEYS = ("run.name", "run.dir", SEED, "metrics.panel")  # set by the study itself
-ADDRESSES = ("buffer.address", "experience.address", "weights.address", "metrics.prometheus")
+ADDRESSES = (
+    *("buffer.address", "experience.address", "weights.address", "learner.address"),
+    "metrics.prometheus",
+)
 LONGEST_NAME = 100
 
 

@@ -290,7 +290,7 @@ class Minibatch:
         self, token_budget: int, device: torch.device, layout: Layout = "padded"
     ) -> Iterator[MicroBatch]:
         """Yield micro-batches of at most `token_budget` tokens, padding included, of all rows."""
-        shares = self.shared_micro_batches(token_budget, device, layout)
+        shares = self.shared_micro_batches(token_budget, device, layout, 0, 1, RowCost())
         yield from (micro for micro in shares if micro is not None)
 
     def shared_micro_batches(
@@ -298,10 +298,9 @@ class Minibatch:
         token_budget: int,
         device: torch.device,
         layout: Layout,
-        *,
-        rank: int = 0,
-        ranks: int = 1,
-        cost: RowCost | None = None,
+        rank: int,
+        ranks: int,
+        cost: RowCost,
     ) -> Iterator[MicroBatch | None]:
         """Yield the micro-batches of a rank, of at most `token_budget` tokens, padding included.
 
@@ -324,7 +323,7 @@ class Minibatch:
             tokens = {row: _row(batch, row) for unit in units for row in unit}
             parts = cut_trees(units, tokens, token_budget)
         elif layout == "packed" and ranks > 1:
-            cost_R = (cost or RowCost())(length_R, np.diff(batch.action_start_R))
+            cost_R = cost(length_R, np.diff(batch.action_start_R))
             parts = deal_rows(units, length_R, cost_R, token_budget, ranks)
         else:
             parts = cut_rows(units, length_R, token_budget, layout)

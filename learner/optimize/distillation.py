@@ -19,7 +19,7 @@ import torch
 
 from evolver_async.config import Config
 from evolver_async.model import policy
-from evolver_async.model.projection import Readout, TokenMasks, masked, read_out
+from evolver_async.model.projection import TokenMasks, masked, read_out
 from learner.data.batch import Batch, MicroBatch, Minibatch, lay_out
 from learner.data.packing import Layout
 from learner.loss.divergence import divergence
@@ -120,7 +120,7 @@ class Distillation:
 
 
 @dataclass(frozen=True)
-class ComparedReadout(Readout):
+class ComparedReadout:
     """Divergences that `compare` finds of logits; arguments as of `compared`."""
 
     known: list[torch.Tensor]

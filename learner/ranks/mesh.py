@@ -121,8 +121,8 @@ class Ranks:
         """
         if layout != "packed":  # packed rows are dealt evenly
             limit = self.budget(limit, partial(minibatch.laid_lengths, layout))
-        shared = {"rank": self.rank, "ranks": self.count, "cost": self.cost}
-        for micro in minibatch.shared_micro_batches(limit, self.device, layout, **shared):
+        share = self.rank, self.count, self.cost
+        for micro in minibatch.shared_micro_batches(limit, self.device, layout, *share):
             if self.largest(int(self.progress.abandons())):
                 raise StepAbandoned
             yield micro
@@ -273,16 +273,12 @@ def _mesh(kind: str, rank: int, count: int, copies: int, deadline: timedelta) ->
         assert world is not None
         return DeviceMesh.from_group(world, kind)
     places_CS = torch.arange(count).view(copies, -1)
-    groups = {
-        tuple(ranks): dist.new_group(ranks, timeout=deadline)
-        for ranks in (*places_CS.T.tolist(), *places_CS.tolist())
-    }
-    own: list[dist.ProcessGroup] = []
-    for lines in (places_CS.T.tolist(), places_CS.tolist()):
-        (line,) = (ranks for ranks in lines if rank in ranks)
-        group = groups[tuple(line)]
-        assert isinstance(group, dist.ProcessGroup)
-        own.append(group)
+    own: list[dist.ProcessGroup] = []  # that across the copies, then that within one
+    for line in (*places_CS.T.tolist(), *places_CS.tolist()):
+        group = dist.new_group(line, timeout=deadline)
+        if rank in line:
+            assert isinstance(group, dist.ProcessGroup)
+            own.append(group)
     return DeviceMesh.from_group(own, kind, mesh=places_CS, mesh_dim_names=("copies", "shards"))
 
 

@@ -178,10 +178,10 @@ def _meeting_of(config: Config, args: RoleArgs) -> Iterator[Meeting]:
     if args.meeting is not None:
         yield FileMeeting(args.meeting)
         return
-    waits = Waits(config, args.run_dir)
     if args.rank > 0:
         yield AddressMeeting(config.learner.address)
         return
+    waits = Waits(config, args.run_dir)
     identity = args.address, args.run_dir.name, args.name, args.incarnation, args.keys
     heartbeat = Heartbeat(*identity, warn_s=config.buffer.warn_s, read=waits.beat)
     heartbeat.start()

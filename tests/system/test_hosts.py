@@ -8,13 +8,10 @@ from functools import partial
 from pathlib import Path
 
 import psutil
-import pytest
 from launches import free_port, launching, wait_for
 from network import far_host
 
 from evolver_async.checkpoint.checkpoints import load_newest
-from evolver_async.config import ConfigError
-from evolver_async.config.load import load
 
 RECIPE = """
 env: {name: bandit, latency: {kind: fixed, median_s: 0.05}}
@@ -79,20 +76,3 @@ def test_a_learner_over_two_hosts_goes_on_from_its_checkpoint_without_either_ran
     newest, _ = load_newest(run_dir / "checkpoints", run_dir.name)
     names = {path.name for path in newest.iterdir()}
     assert {"model.0of2.safetensors", "model.1of2.safetensors"} <= names
-
-
-@pytest.mark.parametrize(
-    ("changes", "key"),
-    [
-        (["learner.ranks=3"], "learner.hosts"),
-        (["learner.address="], "learner.address"),
-        (["learner.address=tcp://trainer:4001"], "learner.trusted_network"),
-        (["launch.kind=ray"], "learner.hosts"),
-    ],
-)
-def test_what_ranks_of_two_hosts_lack_is_named(changes: list[str], key: str) -> None:
-    good = ["stages.0.steps=1", "learner.ranks=4", "learner.hosts=2"]
-    good += ["learner.address=tcp://127.0.0.1:4002"]
-    assert load(None, good).learner.ranks_per_host == 2
-    with pytest.raises(ConfigError, match=f"^{key}:"):
-        load(None, [*good, *changes])

@@ -199,18 +199,19 @@ class TaskStream:
     def pool_size(self) -> int:
         """The number of tasks of the pool that may be issued in this stage."""
         if self._pool_size is None:
-            barred, envs = self.cursor.quarantined, self.source.envs
-            mine = (task_id for task_id, env in self.known.items() if env in envs)
-            self._pool_size = sum(task_id not in barred for task_id in mine)
+            self._pool_size = len(self._pool())
         return self._pool_size
 
     def untried(self) -> int:
         """The number of tasks of the pool that may be issued and never had a complete group."""
         if self._untried is None:
-            barred, envs, tried = self.cursor.quarantined, self.source.envs, self.cursor.success
-            mine = (task_id for task_id, env in self.known.items() if env in envs)
-            self._untried = sum(one not in barred and one not in tried for one in mine)
+            tried = self.cursor.success
+            self._untried = sum(task_id not in tried for task_id in self._pool())
         return self._untried
+
+    def _pool(self) -> list[str]:
+        barred, envs = self.cursor.quarantined, self.source.envs
+        return [one for one, env in self.known.items() if env in envs and one not in barred]
 
     def switch(self, source: TaskSource) -> None:
         """Begin a stage with this source: the queue is emptied, the pool stays.

@@ -251,6 +251,8 @@ def _processes(config: Config) -> Inert:
         why = "policy.lora.rank=0"
         yield from ((key, why) for key in ("engine.merge_lora", "policy.lora.targets"))
         yield "policy.lora.alpha", why
+    if config.learner.hosts == 1:
+        yield from _named("learner", ("sharding", "address", "trusted_network"), "learner.hosts=1")
     if policy.path:
         preset = ("hidden_size", "layers", "heads", "intermediate_size")
         yield from _named("policy", preset, "policy.path is set")

@@ -105,11 +105,11 @@ def read_head(directory: Path) -> WeightId | None:
     return WeightId(lineage=int(lineage), step=int(step))
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """Open the socket of `weights.address`. Raises OSError, whose text names the key."""
+def listen(host: str, port: int, key: str = "weights.address") -> socket.socket:
+    """Open the socket of an address. Raises OSError, whose text names its key."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host, port), family=family)
     except OSError as error:
-        text = f"weights.address: {host}, port {port}: {error.strerror}"
+        text = f"{key}: {host}, port {port}: {error.strerror}"
         raise OSError(error.errno, text) from None

@@ -259,7 +259,6 @@ def test_what_an_exploration_finds_out_teaches_others():
     for name, action in zip(env.item, task.reference or [], strict=True):
         right, bad = learned[name].removeprefix(f"{name} ").split(" not ")
         assert right == action != bad
-    assert len({"+".join(one.trajectory_id for one in group) for _, _, group in pool.lessons}) == 1
 
 
 def test_what_this_actor_found_before_is_not_found_again():
@@ -509,7 +508,8 @@ def test_a_reference_must_hold_with_its_own_chance_and_with_enough_others(
             "", actions, [Step("", 0.0, True, False, Info(success=won))], [None], [], []
         )
 
-    assert asyncio.run(feasible(candidate, play, True, 3, kept)) is expected
+    found = asyncio.run(feasible(candidate, play, True, 3, kept))
+    assert (found is not None) is expected
 
 
 def test_where_nothing_is_checked_every_action_of_the_reference_must_exist():
@@ -524,7 +524,7 @@ def test_where_nothing_is_checked_every_action_of_the_reference_must_exist():
         async def play(task: Task, actions: list[str], seed: int) -> ReplayedEpisode:
             return await replay(ticket, 0, task, actions, seed, 1.0, TicketProgress())
 
-        return asyncio.run(feasible(candidate, play, False, 1, 1))
+        return asyncio.run(feasible(candidate, play, False, 1, 1)) is not None
 
     assert possible(["look", "buy apple"])
     assert not possible(["look", "steal apple"])

@@ -99,7 +99,7 @@ def test_micro_batches_fit_the_budget_and_hold_every_token_once(seed, budget):
 def test_ranks_share_every_token_in_equally_many_micro_batches(layout, seed, budget, ranks):
     batch = collated(make_groups(seed, 3, 3))
     shares = [
-        list(batch.whole().shared_micro_batches(budget, CPU, layout, rank=rank, ranks=ranks))
+        list(batch.whole().shared_micro_batches(budget, CPU, layout, rank, ranks, RowCost()))
         for rank in range(ranks)
     ]
     assert len({len(share) for share in shares}) == 1

@@ -260,6 +260,25 @@ def test_what_several_ranks_cannot_do_is_refused_by_its_key(key, change):
         check_run(settings)
 
 
+@pytest.mark.parametrize(
+    ("key", "change"),
+    [
+        ("learner.hosts", lambda one: setattr(one.learner, "ranks", 3)),
+        ("learner.hosts", lambda one: setattr(one.launch, "kind", "ray")),
+        ("learner.address", lambda one: setattr(one.learner, "address", "")),
+        ("learner.trusted_network", lambda one: setattr(one.learner, "address", "tcp://far:1")),
+    ],
+)
+def test_what_ranks_of_two_hosts_lack_is_refused_by_its_key(key, change):
+    settings = Config(stages=[StageConfig(kind="rl", steps=9)])
+    settings.learner.ranks = settings.learner.hosts = 2
+    settings.learner.address = "tcp://127.0.0.1:4003"
+    check_run(settings)
+    change(settings)
+    with pytest.raises(ConfigError, match=f"^{key}"):
+        check_run(settings)
+
+
 def leave_at_once(rank: int, directory: Path) -> None:
     """One of two spawned ranks: hears and is gone."""
     ranks = join(FileMeeting(directory / "meeting"), rank, 2, device="cpu", deadline_s=60.0)
