@@ -35,11 +35,15 @@ def test_the_channel_follows_from_the_configuration(arguments: list[str], kind: 
     assert channel(load(None, [STEPS, *arguments])) == kind
 
 
-def test_an_address_in_use_is_refused_before_anything_starts() -> None:
+@pytest.mark.parametrize(
+    ("key", "others"),
+    [("weights.address", []), ("learner.address", ["learner.hosts=2", "learner.ranks=2"])],
+)
+def test_an_address_in_use_is_refused_before_anything_starts(key: str, others: list[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
-        config = load(None, [STEPS, f"weights.address={address}"])
-        with pytest.raises(ConfigError, match=r"^weights\.address: 127\.0\.0\.1, port .* in use"):
+        config = load(None, [STEPS, *others, f"{key}={address}"])
+        with pytest.raises(ConfigError, match=rf"^{key}: 127\.0\.0\.1, port .* in use"):
             check_addresses(config)
     check_addresses(config)
 
