@@ -44,7 +44,7 @@ def _plain(config: Config, device: str, sharded: bool) -> PreTrainedModel:
 def fit(config: Config, model: PreTrainedModel) -> PreTrainedModel:
     """Make of a model that was read what `load` returns, in place. ModelError as there."""
     settings = config.policy
-    layout_of(config, model, model.device)
+    layout_of(config, model)
     if config.learner.gradient_checkpointing:
         policy.checkpoint_layers(model)
     if settings.lora.rank:
@@ -58,10 +58,11 @@ def fit(config: Config, model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
-def layout_of(config: Config, model: PreTrainedModel, device: torch.device) -> Layout:
+def layout_of(config: Config, model: PreTrainedModel) -> Layout:
     """Return the layout of rows; ModelError if `learner` asks for one that the model cannot have.
 
-    `learner.prefix_trees` is `auto` by default: trees act if the model and the device permit them.
+    `learner.prefix_trees` is `auto` by default: trees act on a CPU if the model permits them. On a
+    GPU, where nothing was measured, they must be asked for.
     """
     trees = config.learner.prefix_trees
     if not config.learner.packing:
@@ -69,10 +70,10 @@ def layout_of(config: Config, model: PreTrainedModel, device: torch.device) -> L
             raise ModelError("learner.prefix_trees: must not be always without learner.packing")
         return "padded"
     row_checks.check_packing(model)
-    if trees == "never":
+    if trees == "never" or (trees == "auto" and model.device.type != "cpu"):
         return "packed"
     try:
-        row_checks.check_prefix_trees(model, device)
+        row_checks.check_prefix_trees(model)
     except ModelError:
         if trees == "always":
             raise
@@ -90,7 +91,7 @@ class Models:
         if (shape := shape_of(config)) is not None:
             ranks.cost = RowCost.of(shape)
         model = load(config, self._loading, sharded=self._is_sharded)
-        self.layout: Layout = layout_of(config, model, ranks.device)
+        self.layout: Layout = layout_of(config, model)
         self.model = self._sharded(model, master=True)
         self.optimizer = make_adamw(
             self.model.parameters(),

@@ -58,7 +58,7 @@ def main(args: RoleArgs) -> int:
         loaded = _load(config)
         if any(stage.kind == "reward_model" for stage in config.stages):
             reward_model.check(config)
-        _check_teachers(config, model.layout_of(config, loaded, loaded.device))
+        _check_teachers(config, model.layout_of(config, loaded))
     except policy.ModelError as error:
         said = " ".join(str(error).split())
         named = NAMES_KEY.match(said)

@@ -39,7 +39,7 @@ def timed(config: Config, model: PreTrainedModel, prompt: int) -> Pace | None:
         update_s = _update_s(config, model)
     finally:
         torch.set_num_threads(threads)
-    shares = models.layout_of(config, model, torch.device("cpu")) == "tree"
+    shares = models.layout_of(config, model) == "tree"
     return Pace(rows, decode_s, forward_s, backward_s, update_s, _scores(config), shares, prompt)
 
 

@@ -66,7 +66,8 @@ def groups(vocabulary: int) -> Batch:
 def passed(model: torch.nn.Module, batch: Batch, layout: Layout) -> tuple[float, float, int]:
     """Return processor seconds of a pass over all rows, its loss, and the tokens it computed."""
     total, tokens, start = 0.0, 0, time.process_time()
-    for micro in batch.whole().micro_batches(BUDGET, torch.device("cpu"), layout):
+    device = next(model.parameters()).device
+    for micro in batch.whole().micro_batches(BUDGET, device, layout):
         hidden_KD = policy.hidden_states(model, micro.tokens_BT, micro.borders, micro.read_K)
         hidden_QD = hidden_KD.index_select(0, micro.source_Q)
         found_Q, _ = policy.target_logprobs(model, hidden_QD, micro.target_Q, 1.0, 4096)

@@ -5,6 +5,7 @@ is how far log-probs and gradients differ, beside the same in float32, where bot
 """
 
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,14 @@ from varied import varied
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 import bench_packing
+import bench_prefix_trees
 from bench_packing import Scale
 from micro_batches import actions
 
-from evolver_async.model import attention, policy
-from evolver_async.model.attention import Borders, flash_fits, packed_attention
+from evolver_async.model import flash, policy, row_checks
+from evolver_async.model.attention import packed_attention
 from evolver_async.model.logit_chunks import LOGITS
+from evolver_async.model.rows.borders import Borders
 from learner.data.batch import Minibatch
 from learner.optimize import token_budget
 from learner.ranks.mesh import alone
@@ -96,7 +99,7 @@ def test_attention_is_that_of_each_sequence_in_float64(device, window, heads, si
 
     ours = [one.to(device, dtype).requires_grad_() for one in drawn]
     if device.type == "cuda":
-        assert flash_fits(ours[0])
+        assert flash.fits(ours[0])
     found, _ = packed_attention(
         torch.nn.Module(),
         *ours,
@@ -126,6 +129,32 @@ def test_packed_logprobs_and_gradients_are_those_of_padded_rows(device, dtype, f
     figure(f"packed to padded log-probs, {dtype}", off, "nats")
     figure(f"packed to padded gradient, {dtype}", turned, "relative")
     assert off <= BOUNDS[dtype][0] and turned <= BOUNDS[dtype][1]
+
+
+def test_trees_of_groups_have_the_loss_and_gradient_of_packed_rows(device, figure):
+    """What members share is computed once: by the flash kernel on a GPU, which is timed."""
+    dtype, shape = "float32", dict[str, Any]()
+    if device.type == "cuda":
+        dtype, shape = "bfloat16", {"hidden_size": 1024, "num_hidden_layers": 8}
+    model = model_on(device, dtype, **shape)
+    row_checks.check_prefix_trees(model)
+    batch, found = bench_prefix_trees.groups(SMALL["vocab_size"]), {}
+    for layout in bench_prefix_trees.LAYOUTS * 2:  # the first round warms up
+        model.zero_grad()
+        start = time.monotonic()
+        _, loss, tokens = bench_prefix_trees.passed(model, batch, layout)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        seconds = time.monotonic() - start
+        gradient = torch.cat([one.grad.flatten().float() for one in model.parameters()])
+        found[layout] = loss, gradient, tokens, seconds
+    (packed, expected, all_tokens, slow), (tree, gradient, tokens, fast) = found.values()
+    turned = float((gradient - expected).norm() / expected.norm())
+    figure(f"tree to packed gradient, {dtype}", turned, "relative")
+    figure("tree: tokens of those of packed rows", tokens / all_tokens, "")
+    figure("tree to packed rows", slow / fast, "times as fast")
+    logprob, gradients = BOUNDS[dtype]
+    assert abs(tree - packed) <= logprob and turned <= gradients and tokens < all_tokens / 2
 
 
 @pytest.mark.gpu
@@ -205,8 +234,8 @@ def test_a_measured_budget_fits_the_memory_that_was_free(checkpointing, figure):
 
 def test_the_flash_kernel_is_refused_what_it_cannot_take(device):
     fits = device.type == "cuda"
-    assert flash_fits(torch.zeros(1, 2, 3, 64, device=device, dtype=torch.bfloat16)) == fits
-    assert not flash_fits(torch.zeros(1, 2, 3, 64, device=device))
-    for size in (12, attention.FLASH_HEAD + 8):
+    assert flash.fits(torch.zeros(1, 2, 3, 64, device=device, dtype=torch.bfloat16)) == fits
+    assert not flash.fits(torch.zeros(1, 2, 3, 64, device=device))
+    for size in (12, flash.HEAD + 8):
         odd = torch.zeros(1, 2, 3, size, device=device, dtype=torch.bfloat16)
-        assert not flash_fits(odd)
+        assert not flash.fits(odd)

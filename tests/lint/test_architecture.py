@@ -94,6 +94,7 @@ HOMES: dict[str, tuple[str, ...]] = {
         "evolver_async.model.rows.prefix_trees",
         "evolver_async.model.row_checks",
         "evolver_async.model.attention",
+        "evolver_async.model.flash",
         "evolver_async.model.rows.borders",
         "evolver_async.model.gguf",
         "evolver_async.model.cpu.lean",

@@ -254,8 +254,9 @@ class LearnerConfig:
     token_budget: int = 16384
     # rows one behind the other in a single one, instead of padded
     packing: Annotated[bool, OF_RUN] = True
-    # what packed rows share at their beginnings is computed once: auto where it can be (float32 on
-    # a CPU, no sliding window); always refuses a model or device where it cannot
+    # what packed rows share at their beginnings is computed once: auto on a CPU where it can be
+    # (float32, no sliding window); always on a GPU in half precision, too, and refuses a model or
+    # device where it cannot
     prefix_trees: Annotated[Literal["auto", "always", "never"], OF_RUN] = "auto"
     # recompute layers in the backward pass, for less memory
     gradient_checkpointing: Annotated[bool, OF_RUN] = False

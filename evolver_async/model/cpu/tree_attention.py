@@ -57,7 +57,7 @@ class TreeAttention(torch.autograd.Function):
         parts = query_THD, key_THD, value_THD
         out_THD = query_THD.new_empty(query_THD.shape)
         norm_TH = query_THD.new_empty(query_THD.shape[:2], dtype=torch.float32)
-        for block in borders.blocks:
+        for block in borders.calls.blocks:
             rows = block.queries
             out_RHLD, norm_RHL = _forward(*_taken(block, parts), **_masked(block), scale=scaling)
             out_THD.index_copy_(0, rows.source_T, rows.real(out_RHLD))
@@ -76,7 +76,7 @@ class TreeAttention(torch.autograd.Function):
         parts = query_THD, key_THD, value_THD
         grad_THD = gradients[0]
         found = [torch.zeros(part.shape, dtype=part.dtype) for part in parts]
-        for block in ctx.borders.blocks:
+        for block in ctx.borders.calls.blocks:
             rows = block.queries
             # Padding has no gradient, and an infinite norm: its probabilities are 0.
             grad_RHLD = rows.spread(grad_THD, 0.0)
@@ -88,7 +88,7 @@ class TreeAttention(torch.autograd.Function):
             ):
                 whole.index_add_(0, of.source_T, of.real(share_RHLD))
         for branch, (below, *taken) in zip(
-            ctx.borders.far, _branches(parts, ctx.borders), strict=True
+            ctx.borders.calls.far, _branches(parts, ctx.borders), strict=True
         ):
             grad_1HLD, out_1HLD = _heads(grad_THD[below]), _heads(out_THD[below])
             norm_1HL = norm_TH[below].T[None]
@@ -114,7 +114,7 @@ def _branches(
 ) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
     """Yield the range of the tokens below each far branch, their queries, its keys and values."""
     query, key, value = parts
-    for branch in borders.far:
+    for branch in borders.calls.far:
         below, above = slice(branch.end, branch.last), slice(branch.start, branch.end)
         yield below, _heads(query[below]), _heads(key[above]), _heads(value[above])
 

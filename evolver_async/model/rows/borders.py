@@ -10,6 +10,7 @@ Shapes: `T` tokens of a packed row, `S` segments, `R` rows of a block, `L` their
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -69,20 +70,53 @@ class Block:
 
 
 @dataclass(frozen=True)
-class Borders:
-    """Starts of the segments of a packed row, and every token's position in its sequence.
+class Calls:
+    """Calls of the kernels for padded rows that compute the attention of a packed row.
 
-    starts_S1 int32 [S+1], position_1T int64 [1, T]; order_T int64 [T]: place of every token among
-    the queries of all blocks, laid end to end. far: the branches that no block has as keys.
+    far: the branches that no block has as keys; order_T int64 [T]: place of every token among the
+    queries of all blocks, laid end to end.
     """
 
-    starts_S1: Tensor
-    position_1T: Tensor
-    longest: int
-    branches: tuple[Branch, ...]
     far: tuple[Branch, ...]
     blocks: tuple[Block, ...]
     order_T: Tensor
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """Ranges of a packed row as consecutive sequences of a kernel for varying lengths.
+
+    source_N int64: places of their N tokens in the packed row; starts_S1 int32 [S+1].
+    """
+
+    source_N: Tensor
+    starts_S1: Tensor
+    longest: int
+
+
+@dataclass(frozen=True)
+class BranchLevel:
+    """The branches that have as many above them: all tokens below each attend to it.
+
+    Sequence i of `below` are these tokens, sequence i of `above` the branch.
+    """
+
+    below: Sequences
+    above: Sequences
+
+
+@dataclass(frozen=True)
+class Borders:
+    """Starts of the segments of a packed row, and every token's position in its sequence.
+
+    starts: of the segments, and the end of the last one; starts_S1 int32 [S+1] are the same on the
+    device, position_1T int64 [1, T].
+    """
+
+    starts: tuple[int, ...]
+    starts_S1: Tensor
+    position_1T: Tensor
+    branches: tuple[Branch, ...]
 
     @classmethod
     def of(cls, lengths: list[int], device: torch.device) -> "Borders":
@@ -94,24 +128,64 @@ class Borders:
         cls, segments: Sequence[tuple[int, int]], branches: Sequence[Branch], device: torch.device
     ) -> "Borders":
         """Make the borders of consecutive segments given by length and first position."""
-        lengths = [length for length, _ in segments]
-        starts = list(itertools.accumulate(lengths, initial=0))
+        starts = tuple(itertools.accumulate((length for length, _ in segments), initial=0))
         positions = [np.arange(first, first + length) for length, first in segments]
-        far = far_branches(starts, branches)
-        last_T = np.repeat(np.array(starts[1:], np.int32), lengths)
-        for branch in branches:
-            last_T[branch.start : branch.end] = branch.last
-        similar = _similar(cut_spans(starts, branches, far))
-        blocks = tuple(_block(some, last_T, device) for some in similar)
         return cls(
+            starts=starts,
             starts_S1=torch.tensor(starts, dtype=torch.int32).to(device),
             position_1T=torch.from_numpy(np.concatenate(positions))[None].to(device),
-            longest=max(lengths),
             branches=tuple(branches),
-            far=tuple(one for one in branches if one in far),
+        )
+
+    @cached_property
+    def longest(self) -> int:
+        """Number of tokens of the longest segment."""
+        return max(end - start for start, end in itertools.pairwise(self.starts))
+
+    @cached_property
+    def calls(self) -> Calls:
+        far = far_branches(self.starts, self.branches)
+        last_T = np.repeat(np.array(self.starts[1:], np.int32), np.diff(self.starts))
+        for branch in self.branches:
+            last_T[branch.start : branch.end] = branch.last
+        similar = _similar(cut_spans(self.starts, self.branches, far))
+        blocks = tuple(_block(some, last_T, self.position_1T.device) for some in similar)
+        return Calls(
+            far=tuple(one for one in self.branches if one in far),
             blocks=blocks,
             order_T=torch.cat([block.queries.source_T for block in blocks]).argsort(),
         )
+
+    @cached_property
+    def levels(self) -> tuple[BranchLevel, ...]:
+        """The branches by the number of those above them, none first."""
+        found: list[list[Branch]] = []
+        above: list[Branch] = []
+        for branch in sorted(self.branches, key=lambda one: one.start):
+            above = [one for one in above if branch.start < one.last]
+            if len(above) == len(found):
+                found.append([])
+            found[len(above)].append(branch)
+            above.append(branch)
+        device = self.position_1T.device
+        return tuple(
+            BranchLevel(
+                below=_sequences([(one.end, one.last) for one in some], device),
+                above=_sequences([(one.start, one.end) for one in some], device),
+            )
+            for some in found
+        )
+
+
+def _sequences(ranges: Sequence[tuple[int, int]], device: torch.device) -> Sequences:
+    lengths = [end - start for start, end in ranges]
+    starts = list(itertools.accumulate(lengths, initial=0))
+    places = np.concatenate([np.arange(start, end) for start, end in ranges])
+    return Sequences(
+        source_N=torch.from_numpy(places).to(device),
+        starts_S1=torch.tensor(starts, dtype=torch.int32).to(device),
+        longest=max(lengths),
+    )
 
 
 def _similar(spans: Sequence[Span]) -> list[list[Span]]:

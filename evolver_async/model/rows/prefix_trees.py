@@ -115,16 +115,33 @@ def merge(rows: Sequence[Array], device: torch.device) -> Merged:
         place = np.arange(start, start + one.end - one.depth)
         for row in place_QL[one.low : one.high]:
             row[one.depth : one.end] = place
-    lengths = [(one.end - one.depth, one.depth) for one in segments]
+    joined = _joined(segments)
+    lengths = [(one.end - one.depth, one.depth) for one in joined]
     return Merged(
         source_T=np.concatenate(sources),
         place_A=np.concatenate([place_QL[rank] for rank in order.rank_R]),
-        borders=Borders.trees(lengths, _branches(segments, laid), device),
+        borders=Borders.trees(lengths, _branches(joined), device),
     )
 
 
-def _branches(segments: Sequence[TreeSegment], laid: Sequence[int]) -> list[Branch]:
-    """Return the branches of segments in depth-first order, which start at `laid`."""
+def _joined(segments: Sequence[TreeSegment]) -> list[TreeSegment]:
+    """Make one segment of those that follow one another without others beside them.
+
+    Such are rows of which one is the beginning of the next, as the contexts of a conversation.
+    """
+    found = [segments[0]]
+    for one in segments[1:]:
+        above = found[-1]
+        if (one.depth, one.high) == (above.end, above.high):
+            found[-1] = TreeSegment(above.low, above.high, above.depth, one.end)
+        else:
+            found.append(one)
+    return found
+
+
+def _branches(segments: Sequence[TreeSegment]) -> list[Branch]:
+    """Return the branches of segments in depth-first order, laid one behind the other."""
+    laid = list(itertools.accumulate((one.end - one.depth for one in segments), initial=0))
     found: list[Branch] = []
     above: list[int] = []
     for index, one in enumerate([*segments, None]):

@@ -36,7 +36,7 @@ def test_a_history_that_is_rewritten_at_each_step_trains_as_a_tree() -> None:
     batch = collated([Group(group_id=5, task=task, trajectories=[trajectory], **facts)])
 
     model = AutoModelForCausalLM.from_config(Qwen3Config(**SHAPE, head_dim=8))
-    layout = layout_of(Config(), model, CPU)
+    layout = layout_of(Config(), model)
     assert layout == "tree", "by default, where trees can act"
     (micro,) = batch.whole().micro_batches(1 << 15, CPU, layout)
     copies = sum(len(sequence.tokens) for sequence in trajectory.sequences)

@@ -38,7 +38,7 @@ from evolver_async.config import (
 )
 from evolver_async.config.load import dump, load, stage_config
 from evolver_async.errors import TrainingError
-from evolver_async.model import attention, policy, row_checks
+from evolver_async.model import attention, flash, policy, row_checks
 from evolver_async.model.logit_chunks import LOGITS
 from evolver_async.model.rows.borders import SHORT, SIMILAR, Borders
 from evolver_async.model.tokenizer import ModelError
@@ -154,17 +154,17 @@ def test_other_sequences_of_a_row_are_out_of_sight(paths):
 @example([SHORT, 1, 1])
 def test_attention_pads_no_sequence_by_much(lengths):
     borders = Borders.of(lengths, CPU)
-    for rows in (block.queries for block in borders.blocks):
+    for rows in (block.queries for block in borders.calls.blocks):
         held = rows.index_T // rows.longest
         least = int(held.bincount().min())
         assert rows.longest <= SHORT or least >= SIMILAR * rows.longest
-    assert sum(len(block.queries.source_T) for block in borders.blocks) == sum(lengths)
+    assert sum(len(block.queries.source_T) for block in borders.calls.blocks) == sum(lengths)
     assert borders.starts_S1.diff().tolist() == lengths and borders.starts_S1[0] == 0
     assert borders.longest == max(lengths)
     expected = [position for length in lengths for position in range(length)]
     assert borders.position_1T.tolist() == [expected]
     # few: their lengths fall by a quarter from one to the next
-    assert len(borders.blocks) <= 1 + np.log(300) / -np.log(SIMILAR)
+    assert len(borders.calls.blocks) <= 1 + np.log(300) / -np.log(SIMILAR)
 
 
 @pytest.mark.parametrize("shape", [BloomConfig, MambaConfig], ids=["bloom", "mamba"])
@@ -629,13 +629,13 @@ def older(q, k, v, starts, _, longest, most, *, scale, window_size):
 @pytest.mark.parametrize("heads", [2, 4])
 def test_the_kernel_is_told_of_shared_keys_where_it_can_be(monkeypatch, kernel, heads):
     """torch 2.11's has no word for it: there every query head gets keys and values of its own."""
-    monkeypatch.setattr(attention, "varlen_attn", kernel)
-    monkeypatch.setattr(attention, "flash_fits", lambda query: True)
+    monkeypatch.setattr(flash, "varlen_attn", kernel)
+    monkeypatch.setattr(flash, "fits", lambda query: True)
     lengths = [5, 1, 9]
     query = torch.randn(1, heads, sum(lengths), 8)
     key, value = torch.randn(2, 1, 2, sum(lengths), 8)
     given = {"scaling": 8**-0.5, "borders": Borders.of(lengths, torch.device("cpu"))}
     found, _ = attention.packed_attention(torch.nn.Module(), query, key, value, None, **given)
-    monkeypatch.setattr(attention, "flash_fits", lambda query: False)
+    monkeypatch.setattr(flash, "fits", lambda query: False)
     wanted, _ = attention.packed_attention(torch.nn.Module(), query, key, value, None, **given)
     torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
