@@ -94,7 +94,8 @@ def _has_model(policy: PolicyConfig) -> bool:
 
 def _lengths(config: Config, shape: DecoderShape | None, default: Any) -> int:
     """Default the tokens of a turn and of a context; return the latter."""
-    rollout, budget, rows = config.rollout, config.learner.token_budget, row_lengths(config)
+    rollout, rows = config.rollout, row_lengths(config)
+    budget = config.learner.token_budget * config.learner.context_parallel
     turns = {"full": rollout.max_turns, "window": rollout.window + 1, "single": 1}[rollout.context]
     turns = min(turns, rollout.max_turns)
     prompt, reply, why_reply = PROMPT, REPLY, "a reply in words is not cut"
@@ -142,7 +143,8 @@ def _sizes(config: Config, shape: DecoderShape, longest: int, default: Any) -> N
         default("learner.gradient_checkpointing", True, why)
         kept = shape.layers * shape.hidden * FLOAT
     if on_cpu:
-        tokens = min(16384, max(longest, ACTIVATION_BYTES // kept // 256 * 256))
+        least = ceil(longest / learner.context_parallel)
+        tokens = min(16384, max(least, ACTIVATION_BYTES // kept // 256 * 256))
         default("learner.token_budget", tokens, f"a pass keeps {kept * tokens / GIB:.1f} GiB")
     if engine.kind == "torch" and "cuda" not in engine.device:
         context = 2 * shape.layers * shape.keys * FLOAT * (longest + 1)

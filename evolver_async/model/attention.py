@@ -39,9 +39,9 @@ def packed_attention(
     """Compute causal attention with the signature that transformers calls: [B, H, T, D] to
     [B, T, H, D].
 
-    With `borders` there is one row (B = 1). A query attends to itself and to the tokens before it
-    in its sequence, the last `sliding_window` of them if that is given. ModelError if the model
-    does more to its scores.
+    With `borders` there is one row (B = 1), or this rank's range of it. A query attends to itself
+    and to the tokens before it in its sequence, the last `sliding_window` of them if that is given.
+    ModelError if the model does more to its scores.
     """
     if attention_mask is not None or dropout:
         raise Inconsistency("packed attention takes neither a mask nor dropout")
@@ -54,6 +54,10 @@ def packed_attention(
     if borders is None:
         return _causal(query, key, value, scaling, sliding_window).transpose(1, 2), None
     query_THD, key_THD, value_THD = (one[0].transpose(0, 1) for one in (query, key, value))
+    context = borders.context
+    if context is not None:
+        whole = context.heads(query_THD, key_THD, value_THD, borders.starts[-1])
+        query_THD, key_THD, value_THD = whole
     if borders.branches and (sliding_window is not None or not takes_trees(query)):
         raise Inconsistency("prefix trees are for whole contexts and the kernels that take them")
     if flash.fits(query):
@@ -63,6 +67,8 @@ def packed_attention(
     else:
         parts_THD = [query_THD, key_THD, value_THD]
         out_THD = _by_blocks(parts_THD, borders, scaling, sliding_window)
+    if context is not None:
+        out_THD = context.tokens(out_THD)
     return out_THD[None], None
 
 

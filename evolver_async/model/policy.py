@@ -7,8 +7,10 @@ learner share this file, so that "log-prob" means the same on both sides. Sampli
 Shapes: `B` sequences, `T` tokens, `N` selected positions, `D` hidden size, `V` vocabulary.
 """
 
+import itertools
 import shutil
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -25,6 +27,7 @@ from evolver_async.model.attention import NAME as PACKED
 from evolver_async.model.cpu import lean
 from evolver_async.model.projection import TargetReadout, TokenMasks, read_out
 from evolver_async.model.rows.borders import Borders
+from evolver_async.model.rows.context import ContextGroup
 from evolver_async.model.tiny import make_tiny  # noqa: F401 (the wings take it from here)
 from evolver_async.model.tokenizer import (  # noqa: F401 (these, too)
     TOKENIZER_FILES,
@@ -165,17 +168,51 @@ def decode(
     borders: Borders | None = None,
     read_K: Tensor | None = None,
 ) -> Tensor:
-    """Compute `hidden_states` by a model's first part; packed rows switch its attention."""
+    """Compute `hidden_states` by a model's first part; packed rows switch its attention.
+
+    Ranks that share a row compute a range of its tokens each, and gather what is read.
+    """
+    if borders is not None and (context := borders.context) is not None:
+        if tokens_BT.shape[1] >= context.count:
+            return _together(decoder, tokens_BT, borders, context, read_K)
+        borders = replace(borders, context=None)  # the modules take no range without tokens
     if borders is not None and lean.acts(decoder):
         hidden_KD = lean.hidden_states(decoder, tokens_BT[0], borders, read_K)
         return hidden_KD[None] if read_K is None else hidden_KD
-    packed = {}
-    if borders is not None:
-        config = getattr(decoder, "config")  # noqa: B009 (a Module types any attribute as a Tensor)
-        config._attn_implementation = PACKED
-        packed = {"position_ids": borders.position_1T, "borders": borders}
-    hidden_BTD = decoder(input_ids=tokens_BT, use_cache=False, **packed).last_hidden_state
+    if borders is None:
+        hidden_BTD = decoder(input_ids=tokens_BT, use_cache=False).last_hidden_state
+    else:
+        hidden_BTD = _packed(decoder, tokens_BT, borders.position_1T, borders)
     return hidden_BTD if read_K is None else hidden_BTD.flatten(0, 1).index_select(0, read_K)
+
+
+def _packed(decoder: nn.Module, tokens_1T: Tensor, position_1T: Tensor, borders: Borders) -> Tensor:
+    config = getattr(decoder, "config")  # noqa: B009 (a Module types any attribute as a Tensor)
+    config._attn_implementation = PACKED
+    given = {"position_ids": position_1T, "borders": borders}
+    return decoder(input_ids=tokens_1T, use_cache=False, **given).last_hidden_state
+
+
+def _together(
+    decoder: nn.Module,
+    tokens_1T: Tensor,
+    borders: Borders,
+    context: ContextGroup,
+    read_K: Tensor | None,
+) -> Tensor:
+    tokens = tokens_1T.shape[1]
+    own, lengths = context.own(tokens), context.lengths(tokens)
+    given = tokens_1T[:, own], borders.position_1T[:, own], borders
+    hidden_LD = _packed(decoder, *given)[0]
+    if read_K is None:
+        return context.gathered(hidden_LD, lengths)[None]
+    # Places ascend, so that the ranks' shares of them follow one another.
+    ends = torch.tensor([*itertools.accumulate(lengths)], device=read_K.device)
+    read_up_to = torch.searchsorted(read_K, ends).tolist()
+    starts = [0, *read_up_to[:-1]]
+    mine_K = read_K[starts[context.rank] : read_up_to[context.rank]] - own.start
+    read = [end - start for start, end in zip(starts, read_up_to, strict=True)]
+    return context.gathered(hidden_LD.index_select(0, mine_K), read)
 
 
 def checkpoint_layers(model: nn.Module) -> None:
@@ -257,13 +294,22 @@ def target_logprobs(
     with_entropy: bool = False,
     entropy_top_k: int = 0,
     masks: TokenMasks | None = None,
+    context: ContextGroup | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute `token_logprobs` of targets, at least one, behind known hidden states.
 
-    `masks`: of targets that were sampled under a grammar.
+    `masks`: of targets that were sampled under a grammar. `context`: ranks that call it with the
+    same targets, each of which projects a share of them.
     """
     _, head = split_model(model)
     targets_N = targets_N.long()
+    if context is not None and len(targets_N) >= context.count:
+        own = context.own(len(targets_N))
+        part = None if masks is None else masks.of(masks.mask_N[own])
+        readout = TargetReadout(targets_N[own], temperature, with_entropy, entropy_top_k, part)
+        own_L2 = torch.stack(read_out(head, hidden_ND[own], readout, chunk), 1)
+        found_N2 = context.gathered(own_L2, context.lengths(len(targets_N)))
+        return found_N2[:, 0], found_N2[:, 1]
     readout = TargetReadout(targets_N, temperature, with_entropy, entropy_top_k, masks)
     logprobs_N, entropy_N = read_out(head, hidden_ND, readout, chunk)
     return logprobs_N, entropy_N

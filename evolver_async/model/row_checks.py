@@ -50,6 +50,14 @@ def layer_kinds(model: PreTrainedModel) -> set[str]:
     return set(getattr(model.config.get_text_config(), "layer_types", None) or ())
 
 
+def check_context(model: PreTrainedModel, ranks: int) -> None:
+    """Raise ModelError if `ranks` cannot compute rows together: each needs equally many heads."""
+    heads = getattr(model.config.get_text_config(), "num_attention_heads", None)
+    if ranks > 1 and (not isinstance(heads, int) or heads % ranks):
+        has = f"{type(model).__name__} has {heads} attention heads"
+        raise ModelError(f"learner.context_parallel: must divide them, as {has}")
+
+
 def check_prefix_trees(model: PreTrainedModel) -> None:
     """Raise ModelError if prefix trees cannot act: they need float32 on a CPU, or half precision
     on a GPU with the flash kernel, and whole contexts."""

@@ -105,7 +105,7 @@ class Critic:
             found_N, found_B = within(model, partial(self._of_policy, model, micro))
             value_N[micro.index_N.numpy()] = found_N.cpu().numpy()
             end_value_R[micro.row_B.cpu().numpy()] = found_B.cpu().numpy()
-        ranks.sum(value_N, end_value_R)
+        ranks.sum_passes(value_N, end_value_R)
         return Values(value_N, end_value_R)
 
     def _idle(self, model: torch.nn.Module, device: torch.device, packed: bool) -> None:

@@ -66,14 +66,15 @@ class Distillation:
                 idle_gradients(model, ranks, packed=self.layout != "padded")
                 continue
             rows_B = teacher.row_B.cpu().numpy()
-            student = lay_out(self.taught, rows_B, ranks.device, self.layout)
+            student = ranks.shared(lay_out(self.taught, rows_B, ranks.device, self.layout))
             knows = self.reference or model
             with torch.no_grad():
                 known_ND = within(knows, partial(_hidden, knows, teacher))
             value, kl = within(model, partial(self._loss, model, student, known_ND, minibatch))
+            value = value / ranks.together
             value.backward()
             total += float(value.detach())
-            sum_kl += float(kl)
+            sum_kl += float(kl) / ranks.together
         return total, {
             "loss/distill": total / self.coef,
             DISTILL_KL: sum_kl,

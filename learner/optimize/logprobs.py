@@ -60,7 +60,7 @@ class Scorer:
                 continue
             of_micro_N = within(model, partial(compute, model, micro))
             found_N[micro.index_N.numpy()] = of_micro_N.cpu().numpy()
-        self.ranks.sum(found_N)
+        self.ranks.sum_passes(found_N)
         return found_N
 
     def _guessed(self, model: torch.nn.Module, micro: MicroBatch) -> torch.Tensor:
@@ -78,7 +78,13 @@ class Scorer:
     def _logprobs(self, model: torch.nn.Module, micro: MicroBatch) -> torch.Tensor:
         hidden_QD = self._hidden(model, micro)
         found = policy.target_logprobs(
-            model, hidden_QD, micro.target_Q, self.temperature, self.chunk, masks=micro.masks_Q
+            model,
+            hidden_QD,
+            micro.target_Q,
+            self.temperature,
+            self.chunk,
+            masks=micro.masks_Q,
+            context=micro.borders and micro.borders.context,
         )
         return found[0].index_select(0, micro.prediction_N)
 

@@ -70,6 +70,7 @@ def layout_of(config: Config, model: PreTrainedModel) -> Layout:
             raise ModelError("learner.prefix_trees: must not be always without learner.packing")
         return "padded"
     row_checks.check_packing(model)
+    row_checks.check_context(model, config.learner.context_parallel)
     if trees == "never" or (trees == "auto" and model.device.type != "cpu"):
         return "packed"
     try:

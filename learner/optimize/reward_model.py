@@ -13,7 +13,7 @@ import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedModel
 
 from evolver_async.config import Config
-from evolver_async.model import policy
+from evolver_async.model import policy, row_checks
 from evolver_async.model.policy import ModelError
 from evolver_async.model.precision import stored_dtype
 from evolver_async.model.rows.borders import Borders
@@ -83,6 +83,7 @@ def check(config: Config) -> None:
         raise ModelError(f"{key}: {source} makes no reward model: {error}") from error
     if HEAD not in model.state_dict() or model.base_model is model:
         raise ModelError(f"{key}: {type(model).__name__} has no decoder with a linear head `score`")
+    row_checks.check_context(model, config.learner.context_parallel)
     if not same_tokenizer(source, config.policy.path):
         raise ModelError(f"{key}: {source} has another tokenizer than the policy")
 

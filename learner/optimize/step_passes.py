@@ -12,6 +12,7 @@ from evolver_async.metrics.writer import Timers
 from evolver_async.model import policy
 from evolver_async.model.projection import TokenMasks
 from evolver_async.model.rows.borders import Borders
+from evolver_async.model.rows.context import ContextGroup
 from learner.data.batch import MicroBatch, Minibatch
 from learner.data.packing import Layout
 from learner.loss.accounting import Accounting
@@ -147,7 +148,10 @@ class StepPasses:
                 if micro is not None:
                     given = stage, micro, minibatch, loss, accounting, critic, teaching, known
                     compute = partial(self._loss, *given)
-                found = within(self.model, compute)
+                value, terms = within(self.model, compute)
+                # Ranks that share a row all have its loss, of which gradients are summed.
+                share = 1 / self.ranks.together
+                found = share * value, {name: share * term for name, term in terms.items()}
             yield found
 
     def _idle(
@@ -166,7 +170,7 @@ class StepPasses:
         if self.ranks.count == 1:
             return accounting
         collected = Accounting()
-        for part in self.ranks.gather(accounting.packed()):
+        for part in self.ranks.gather(accounting.packed())[:: self.ranks.together]:
             collected.merge(Accounting.unpacked(part))
         return collected
 
@@ -242,7 +246,9 @@ class StepPasses:
                 self.models.model, micro.tokens_BT, micro.borders, micro.read_K
             )
             hidden_QD = hidden_KD.index_select(0, micro.source_Q)
-            found_Q = self._logprobs(stage, hidden_QD, micro.target_Q, micro.masks_Q)
+            context = micro.borders and micro.borders.context
+            given = hidden_QD, micro.target_Q, micro.masks_Q, context
+            found_Q = self._logprobs(stage, *given)
             theta_N, entropy_N = (one.index_select(0, micro.prediction_N) for one in found_Q)
             value, terms = loss(theta_N, entropy_N, micro, minibatch, accounting)
             if stage.experience.internalise == "distill":
@@ -263,6 +269,7 @@ class StepPasses:
         hidden_ND: torch.Tensor,
         target_N: torch.Tensor,
         masks: TokenMasks | None = None,
+        context: ContextGroup | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return log-probs, with gradient, and entropies of targets behind hidden states."""
         return policy.target_logprobs(
@@ -274,6 +281,7 @@ class StepPasses:
             with_entropy=True,
             entropy_top_k=stage.loss.entropy_top_k,
             masks=masks,
+            context=context,
         )
 
 

@@ -44,6 +44,7 @@ def load(
         model = precision.load_policy(path, dtype=dtype, device=device, sharded=sharded)
         if layout != "padded":
             row_checks.check_packing(model)
+            row_checks.check_context(model, config.learner.context_parallel)
         if layout == "tree" and row_checks.has_window(model):
             raise ModelError("with it learner.prefix_trees must be never: its layers have a window")
     except ModelError as error:

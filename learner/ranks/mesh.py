@@ -12,7 +12,7 @@ silent for longer than the deadline ends the others with an error.
 import gc
 import types
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
 from typing import TypeVar
@@ -34,6 +34,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from evolver_async.config import ConfigError
 from evolver_async.model import policy
 from evolver_async.model.rows.borders import Borders
+from evolver_async.model.rows.context import ContextGroup
 from evolver_async.schema import Array
 from evolver_async.weights.collective.process_group import environment, gpu_id
 from learner.data.batch import MicroBatch, Minibatch
@@ -54,6 +55,7 @@ class Ranks:
 
     `copies`: of the weights, each shared by equally many ranks in a row; a mesh of several has two
     dimensions, and ranks at the same place of different copies hold the same share.
+    `context`: ranks in a row that compute each row of tokens together; None if each does so alone.
     `host`: group for data in host memory, with the deadline; `calls`: group for calls of rank 0.
     `progress`: of this rank's passes; `layers`: times of its own computations; `cost`: of rows in
     passes of the policy.
@@ -64,6 +66,7 @@ class Ranks:
     count: int = 1
     copies: int = 1
     mesh: DeviceMesh | None = None
+    context: ContextGroup | None = None
     host: dist.ProcessGroup | None = None
     calls: dist.ProcessGroup | None = None
     progress: StepProgress = field(default_factory=StepProgress)
@@ -74,6 +77,17 @@ class Ranks:
     def shards(self) -> int:
         """The number of ranks that share the copy of which rank 0 has a share."""
         return self.count // self.copies
+
+    @property
+    def together(self) -> int:
+        """The number of ranks that compute each row of tokens together."""
+        return 1 if self.context is None else self.context.count
+
+    def shared(self, micro: MicroBatch) -> MicroBatch:
+        """Return a micro-batch as the ranks of the context compute it together."""
+        if self.context is None or micro.borders is None:
+            return micro
+        return replace(micro, borders=replace(micro.borders, context=self.context))
 
     def shard(
         self, model: torch.nn.Module, *, master: bool, dtype: str, drops: bool = False
@@ -116,23 +130,25 @@ class Ranks:
     ) -> Iterator[MicroBatch | None]:
         """Yield this rank's micro-batches of at most `limit` tokens, and count those done.
 
-        Every rank gets equally many, None if none is left. StepAbandoned on all ranks before one of
-        them if the first rank stops within a step.
+        Ranks that compute rows together get the same, of at most `limit` tokens each. Every rank
+        gets equally many, None if none is left. StepAbandoned on all ranks before one of them if
+        the first rank stops within a step.
         """
+        limit *= self.together
         if layout != "packed":  # packed rows are dealt evenly
             limit = self.budget(limit, partial(minibatch.laid_lengths, layout))
-        share = self.rank, self.count, self.cost
+        share = self.rank // self.together, self.count // self.together, self.cost
         for micro in minibatch.shared_micro_batches(limit, self.device, layout, *share):
             if self.largest(int(self.progress.abandons())):
                 raise StepAbandoned
-            yield micro
+            yield None if micro is None else self.shared(micro)
             if micro is not None:
                 tokens = micro.tokens_BT.numel()
                 self.progress.count(tokens, gradient=torch.is_grad_enabled())
 
     def plan(self, minibatch: Minibatch, layout: Layout, *, gradient: bool) -> None:
         """Plan this rank's share of a pass over a minibatch."""
-        tokens = int(minibatch.laid_lengths(layout).sum()) // self.count
+        tokens = int(minibatch.laid_lengths(layout).sum()) * self.together // self.count
         self.progress.plan(tokens, gradient=gradient)
 
     def budget(self, limit: int, lengths: Callable[[], Array]) -> int:
@@ -141,20 +157,28 @@ class Ranks:
         lengths: returns the tokens that each row adds to those before it, the longest row whole;
         called with several ranks only. What rows share is laid out again in every pass.
         """
-        if self.count == 1:
+        count = self.count // self.together
+        if count == 1:
             return limit
         length_R = lengths()
         if not len(length_R):
             return limit
         total, longest = int(length_R.sum()), int(length_R.max())
-        whole = longest + (total - longest) // self.count
-        return min(limit, max(total // self.count + longest // 2, whole))
+        whole = longest + (total - longest) // count
+        return min(limit, max(total // count + longest // 2, whole))
 
     def sum(self, *arrays: Array) -> None:
         """Replace arrays by their sums over ranks."""
         if self.host is not None:
             for array in arrays:
                 dist.all_reduce(torch.from_numpy(array), group=self.host)
+
+    def sum_passes(self, *arrays: Array) -> None:
+        """Replace arrays that each rank filled by its `passes` by their sums over ranks."""
+        if self.context is not None and self.context.rank > 0:
+            for array in arrays:
+                array[:] = 0
+        self.sum(*arrays)
 
     def largest(self, value: int) -> int:
         """Return the largest value of all ranks."""
@@ -210,7 +234,7 @@ class Ranks:
             dist.distributed_c10d._abort_process_group()
         elif self.mesh is not None:
             dist.destroy_process_group()
-            self.mesh = self.host = self.calls = None
+            self.mesh = self.host = self.calls = self.context = None
             gc.collect()  # what a sharded model holds, in cycles
 
 
@@ -228,11 +252,12 @@ def join(
     deadline_s: float,
     here: int | None = None,
     copies: int = 1,
+    together: int = 1,
     nccl_leaves: bool = False,
     agreed: Callable[[Store, int], None] = lambda store, rank: None,
 ) -> Ranks:
     """Meet the other ranks; `here` is this one's number among those of its host, if there are
-    several hosts.
+    several hosts. `together`: ranks that compute each row of tokens, a divisor of their number.
 
     They use gloo over the interface of the meeting, and NCCL on GPUs, because gloo lacks
     operations of FSDP2 there. `nccl_leaves`: this process will use NCCL to reach other hosts, too.
@@ -262,8 +287,9 @@ def join(
         host = dist.new_group(backend="gloo", timeout=deadline)
         calls = dist.new_group(backend="gloo", timeout=ENDLESS)
         mesh = _mesh(where.type, rank, count, copies, deadline)
+        context = _context(rank, count, together, deadline)
     assert isinstance(host, dist.ProcessGroup) and isinstance(calls, dist.ProcessGroup)
-    return Ranks(where, rank, count, copies, mesh, host, calls)
+    return Ranks(where, rank, count, copies, mesh, context, host, calls)
 
 
 def _mesh(kind: str, rank: int, count: int, copies: int, deadline: timedelta) -> DeviceMesh:
@@ -280,6 +306,18 @@ def _mesh(kind: str, rank: int, count: int, copies: int, deadline: timedelta) ->
             assert isinstance(group, dist.ProcessGroup)
             own.append(group)
     return DeviceMesh.from_group(own, kind, mesh=places_CS, mesh_dim_names=("copies", "shards"))
+
+
+def _context(rank: int, count: int, together: int, deadline: timedelta) -> ContextGroup | None:
+    if together == 1:
+        return None
+    found: ContextGroup | None = None
+    for first in range(0, count, together):
+        group = dist.new_group([*range(first, first + together)], timeout=deadline)
+        if rank // together == first // together:
+            assert isinstance(group, dist.ProcessGroup)
+            found = ContextGroup(group, rank - first, together)
+    return found
 
 
 def check_apart(store: Store, rank: int, count: int, gpu: str) -> None:

@@ -159,6 +159,7 @@ def meeting(config: Config, args: RoleArgs) -> Iterator[Ranks | None]:
             deadline_s=learner.deadline_s,
             here=args.rank % learner.ranks_per_host,
             copies=learner.ranks // learner.shards,
+            together=learner.context_parallel,
             nccl_leaves=leaves_host(config),
             agreed=partial(agree, facts=facts_of(config)),
         )

@@ -95,6 +95,7 @@ HOMES: dict[str, tuple[str, ...]] = {
         "evolver_async.model.row_checks",
         "evolver_async.model.attention",
         "evolver_async.model.flash",
+        "evolver_async.model.rows.context",
         "evolver_async.model.rows.borders",
         "evolver_async.model.gguf",
         "evolver_async.model.cpu.lean",

@@ -21,7 +21,7 @@ from evolver_async.config import Config, CorrectionConfig, LoraConfig, StageConf
 from evolver_async.config.load import stage_config
 from evolver_async.metrics.writer import Timers
 from evolver_async.model import policy
-from evolver_async.schema import Group
+from evolver_async.schema import Group, Role
 from evolver_async.weights.probe import separate
 from learner.loss.correction import ActionTokens, Corrected, decoupled
 from learner.optimize import token_budget
@@ -34,6 +34,12 @@ from learner.step import Updater
 STEPS = 6
 SAVED = 3  # steps before the checkpoint
 DEADLINE_S = 240.0
+LONGEST = max(
+    int((sequence.roles != Role.EXPERIENCE).sum())
+    for group in guided_groups(9, policy_kind="scripted")
+    for trajectory in group.trajectories
+    for sequence in trajectory.sequences
+)
 
 
 @dataclass
@@ -44,6 +50,7 @@ class Trained:
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
     filtered: list[dict[str, list[int]]] = field(default_factory=list)
     passes: int = 0  # of the reference that FSDP2 still remembers
+    longest: int = 0  # most tokens of a training pass through the policy's layers, on this rank
 
 
 def make_policies(directory: Path) -> None:
@@ -70,7 +77,7 @@ def make_policies(directory: Path) -> None:
     save_file(tensors, file, metadata={"format": "pt"})
 
 
-def settings_of(name: str, directory: Path) -> tuple[Config, str, list[Group]]:
+def settings_of(name: str, directory: Path, together: int = 1) -> tuple[Config, str, list[Group]]:
     """A training's configuration, the updater's method, and what it takes each time."""
     plain = directory / "plain"
     if name in ("rl", "bounded", "bf16", "poisoned", "unfit", "slow"):
@@ -99,12 +106,16 @@ def settings_of(name: str, directory: Path) -> tuple[Config, str, list[Group]]:
         settings = guided_config(plain, "strip", kind="vcpo")
         settings.loss.boost = 0.0
         return settings, "rl", guided_groups(5)
-    if name == "sft":
+    if name in ("sft", "long"):
         settings = config(directory / "tied", [StageConfig(kind="sft", steps=STEPS)])
         settings.learner.packing = settings.learner.gradient_checkpointing = True
         settings.learner.prefix_trees = "never"  # as on GPUs, where packed rows are dealt by cost
         settings.learner.token_budget = 64
         settings.learner.logprob_chunk = 3
+        if name == "long":  # a trajectory a pass, of which each rank holds its share
+            settings.policy.max_length, settings.rollout.max_tokens = LONGEST, 1
+            settings.learner.token_budget = -(-LONGEST // together)
+            settings.learner.ranks = settings.learner.context_parallel = together
         return settings, "sft", guided_groups(9, policy_kind="scripted")
     if name == "dpo":
         settings = config(plain, [StageConfig(kind="dpo", steps=STEPS)], 2)
@@ -145,7 +156,7 @@ def train(
 
     With `ranks` the result is of rank 0 alone.
     """
-    settings, kind, data = settings_of(name, directory)
+    settings, kind, data = settings_of(name, directory, 1 if ranks is None else ranks.together)
     settings.learner.device = device if settings.learner.token_budget else "auto"
     out.mkdir(parents=True)
     updater = Updater(settings, out, Timers(), ranks)
@@ -163,6 +174,15 @@ def train(
     state = LearnerState(lineage=1) if resume is None else leader.restore(resume)
     leader.enter(stage, state)
     done = Trained()
+    (first, *_) = (
+        one for one in updater.model.modules() if isinstance(one, GradientCheckpointingLayer)
+    )
+
+    def seen(_: torch.nn.Module, hidden: tuple[torch.Tensor, ...]) -> None:
+        if torch.is_grad_enabled():
+            done.longest = max(done.longest, hidden[0].shape[1])
+
+    first.register_forward_pre_hook(seen)
     while state.take < STEPS:
         outcome = leader.step(kind, stage, data, state, FORKS, STEPS)
         held_out = {} if kind == "rl" else leader.validate(kind, stage, data, state)
@@ -240,6 +260,7 @@ def be_rank(
     device: str = "cpu",
     addresses: Sequence[str] = (),
     copies: int = 1,
+    together: int = 1,
 ) -> None:
     """One of `count` spawned ranks: the trainings of `plan`, one after another.
 
@@ -253,11 +274,20 @@ def be_rank(
         place: Meeting = FileMeeting(directory / f"meeting-{number}")
         if addresses:
             place = AddressMeeting(addresses[number])
-        ranks = join(place, rank, count, device=device, deadline_s=DEADLINE_S, copies=copies)
+        ranks = join(
+            place,
+            rank,
+            count,
+            device=device,
+            deadline_s=DEADLINE_S,
+            copies=copies,
+            together=together,
+        )
         out = directory / f"{name}-{'resumed' if resume else 'whole'}-{rank}"
         done = train(name, directory, out, ranks, Path(resume) if resume else None)
         if rank == 0:
-            numbers = {"rows": done.rows, "filtered": done.filtered, "passes": done.passes}
+            numbers = {"rows": done.rows, "filtered": done.filtered}
+            numbers |= {"passes": done.passes, "longest": done.longest}
             (out / "done.json").write_text(json.dumps(numbers))
             save_file(done.weights, out / "weights.safetensors")
         ranks.leave()

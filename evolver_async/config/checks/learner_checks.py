@@ -32,6 +32,20 @@ def learner(config: Config) -> Iterator[tuple[str, str]]:
             " launch.gpus.learner",
         )
     yield from _hosts(config)
+    yield from _context(config)
+
+
+def _context(config: Config) -> Iterator[tuple[str, str]]:
+    """Require what ranks need to compute rows together."""
+    learner, key = config.learner, "learner.context_parallel"
+    if learner.context_parallel == 1:
+        return
+    if learner.ranks % learner.context_parallel:
+        yield key, f"must divide learner.ranks ({learner.ranks}), is {learner.context_parallel}"
+    if not learner.packing:
+        yield key, "must be 1: learner.packing=false, and padded rows are not shared"
+    if not learner.token_budget:
+        yield "learner.token_budget", f"must not be 0: it is not measured with {key} > 1"
 
 
 def _hosts(config: Config) -> Iterator[tuple[str, str]]:

@@ -18,8 +18,10 @@ def policy(config: Config) -> Iterator[tuple[str, str]]:
         yield "policy.hidden_size", f"must be a multiple of {unit}, is {size}"
     if rollout.max_tokens >= policy.max_length:
         yield "rollout.max_tokens", f"must be less than {longest}, is {rollout.max_tokens}"
-    if 0 < learner.token_budget < policy.max_length:
-        yield "learner.token_budget", f"must hold one sequence of {longest} tokens"
+    if 0 < learner.token_budget * learner.context_parallel < policy.max_length:
+        times = f", divided by learner.context_parallel ({learner.context_parallel})"
+        whole = f"must hold one sequence of {longest} tokens"
+        yield "learner.token_budget", whole + times * (learner.context_parallel > 1)
     if not learner.token_budget and learner.device == "cpu":
         yield "learner.token_budget", "0 measures a GPU's memory, and learner.device is cpu"
 

@@ -286,6 +286,8 @@ class LearnerConfig:
     # the ranks that share weights and optimizer: all, or those of each host, which then has a
     # whole copy, and hosts send each other gradients alone
     sharding: Annotated[Literal["all", "host"], Scope.RUN] = "all"
+    # ranks that compute each row together, a part of its tokens each: for rows that one cannot hold
+    context_parallel: Annotated[Count, Scope.RUN] = 1
     # tcp://host:port of this host, at which the ranks of several hosts meet
     address: Annotated[str, Scope.RUN] = ""
     # allows an address of other hosts; nothing is encrypted there

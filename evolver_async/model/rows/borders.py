@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from evolver_async.model.rows.context import ContextGroup
 from evolver_async.model.rows.tree_spans import Branch, Span, cut_spans, far_branches
 
 SIMILAR = 0.75  # least length in a block, as a fraction of its longest row
@@ -110,13 +111,15 @@ class Borders:
     """Starts of the segments of a packed row, and every token's position in its sequence.
 
     starts: of the segments, and the end of the last one; starts_S1 int32 [S+1] are the same on the
-    device, position_1T int64 [1, T].
+    device, position_1T int64 [1, T]. context: the ranks that compute the row together, None if this
+    one does so alone.
     """
 
     starts: tuple[int, ...]
     starts_S1: Tensor
     position_1T: Tensor
     branches: tuple[Branch, ...]
+    context: ContextGroup | None = None
 
     @classmethod
     def of(cls, lengths: list[int], device: torch.device) -> "Borders":
