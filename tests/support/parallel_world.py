@@ -14,6 +14,7 @@ from preference_groups import data as pairs
 from published import whole_tensors
 from safetensors.torch import load_file, save_file
 from torch.distributed.fsdp import FSDPModule
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
 from updates import FORKS, config, guided_config, guided_groups
 
@@ -68,6 +69,7 @@ def make_policies(directory: Path) -> None:
     for name, words in (("taller", []), ("worded", ["phoen", "fro"])):
         sizes = {"hidden_size": 24, "layers": 3, "heads": 2, "intermediate_size": 32}
         policy.make_tiny(directory / name, seed=1, max_length=64, words=words, **sizes)
+    make_moe(directory / "moe", like=directory / "plain")
     tied = directory / "tied"
     about = json.loads((tied / "config.json").read_text())
     (tied / "config.json").write_text(json.dumps(about | {"tie_word_embeddings": True}))
@@ -77,9 +79,32 @@ def make_policies(directory: Path) -> None:
     save_file(tensors, file, metadata={"format": "pt"})
 
 
+def make_moe(directory: Path, *, like: Path) -> None:
+    """A mixture of four experts, two of which compute each token, with the tokenizer of `like`."""
+    vocabulary = json.loads((like / "config.json").read_text())["vocab_size"]
+    shape = Qwen3MoeConfig(
+        hidden_size=16,
+        intermediate_size=32,
+        moe_intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=8,
+        num_experts=4,
+        num_experts_per_tok=2,
+        norm_topk_prob=True,
+        max_position_embeddings=64,
+        vocab_size=vocabulary,
+    )
+    torch.manual_seed(2)
+    policy.export(AutoModelForCausalLM.from_config(shape), directory, like)
+
+
 def settings_of(name: str, directory: Path, together: int = 1) -> tuple[Config, str, list[Group]]:
     """A training's configuration, the updater's method, and what it takes each time."""
     plain = directory / "plain"
+    if name == "moe":
+        return guided_config(directory / "moe", "strip", kind="decoupled"), "rl", guided_groups(5)
     if name in ("rl", "bounded", "bf16", "poisoned", "unfit", "slow"):
         settings = guided_config(plain, "strip", kind="decoupled")
         settings.loss.kl_coef = 0.1

@@ -39,6 +39,7 @@ KINDS = (
     "ppo",
     "apart",
     "apart_lora",
+    "moe",
 )
 SHORT = "bf16"
 

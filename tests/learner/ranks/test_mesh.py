@@ -33,7 +33,7 @@ pytestmark = pytest.mark.process
 
 KINDS = (
     *("rl", "bounded", "distill", "teacher", "teacher_text", "vcpo", "sft", "dpo", "kto"),
-    *("reward_model", "ppo", "apart", "apart_lora"),
+    *("reward_model", "ppo", "apart", "apart_lora", "moe"),
 )
 SHORT = ("bf16", "apart_bf16")
 RESUMED = ("rl", "reward_model", "ppo", "apart", "apart_lora")
