@@ -138,13 +138,13 @@ def _sizes(config: Config, shape: DecoderShape, longest: int, default: Any) -> N
         count = default("actors.count", 1, "each holds the model and a KV cache")
     on_cpu = "cuda" not in learner.device
     kept = shape.layers * shape.activations * FLOAT
-    if on_cpu and kept * longest > ROW_BYTES:
-        why = f"a row of {longest} tokens would keep {kept * longest / GIB:.1f} GiB"
+    share = ceil(longest / learner.context_parallel)
+    if on_cpu and kept * share > ROW_BYTES:
+        why = f"a row of {longest} tokens would keep {kept * share / GIB:.1f} GiB"
         default("learner.gradient_checkpointing", True, why)
         kept = shape.layers * shape.hidden * FLOAT
     if on_cpu:
-        least = ceil(longest / learner.context_parallel)
-        tokens = min(16384, max(least, ACTIVATION_BYTES // kept // 256 * 256))
+        tokens = min(16384, max(share, ACTIVATION_BYTES // kept // 256 * 256))
         default("learner.token_budget", tokens, f"a pass keeps {kept * tokens / GIB:.1f} GiB")
     if engine.kind == "torch" and "cuda" not in engine.device:
         context = 2 * shape.layers * shape.keys * FLOAT * (longest + 1)

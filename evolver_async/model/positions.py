@@ -21,9 +21,13 @@ def positions_of(config: "PretrainedConfig", engine: str) -> int | None:
 
     vLLM multiplies the positions of a stretched rotation, such as YaRN's, and refuses more itself.
     """
-    rope = getattr(config, "rope_parameters", None) or {}
-    rotations = [rope, *(one for one in rope.values() if isinstance(one, dict))]  # or one a layer
-    kinds = {one.get("rope_type", "default") for one in rotations}
-    if engine == "vllm" and not kinds <= set(WITHIN):
+    if engine == "vllm" and not rotation_kinds(config) <= set(WITHIN):
         return None
     return getattr(config, "max_position_embeddings", None)
+
+
+def rotation_kinds(config: "PretrainedConfig") -> set[str]:
+    """Return the kinds of rotary position embeddings of the model's layers."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    rotations = [rope, *(one for one in rope.values() if isinstance(one, dict))]  # or one a layer
+    return {one.get("rope_type", "default") for one in rotations}

@@ -9,12 +9,14 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from evolver_async.model.attention import packed_attention, takes_trees
 from evolver_async.model.cpu.products import is_short
 from evolver_async.model.policy import hidden_states
+from evolver_async.model.positions import rotation_kinds
 from evolver_async.model.rows.borders import Borders
 from evolver_async.model.rows.prefix_trees import merge
 from evolver_async.model.tokenizer import ModelError
 
 TOLERANCE = 1e-3  # relative difference of packed hidden states
 SHORT_TOLERANCE = 0.1  # of a short type: kernels round differently in every layer
+BY_LENGTH = ("dynamic", "longrope", "su")  # rotations that depend on the longest position
 HALF = (torch.bfloat16, torch.float16)
 SHARED = (19, 33, 33, 40)  # tokens at the beginning of rows that check the attention of a tree
 
@@ -51,55 +53,57 @@ def layer_kinds(model: PreTrainedModel) -> set[str]:
 
 
 def check_context(model: PreTrainedModel, ranks: int) -> None:
-    """Raise ModelError if `ranks` cannot compute rows together: each needs equally many heads."""
-    heads = getattr(model.config.get_text_config(), "num_attention_heads", None)
-    if ranks > 1 and (not isinstance(heads, int) or heads % ranks):
+    """Raise ModelError if `ranks` cannot compute rows together: each needs equally many heads, and
+    rotations that are the same whatever the row's length, of which each sees a part."""
+    if ranks == 1:
+        return
+    config = model.config.get_text_config()
+    heads = getattr(config, "num_attention_heads", None)
+    if not isinstance(heads, int) or heads % ranks:
         has = f"{type(model).__name__} has {heads} attention heads"
         raise ModelError(f"learner.context_parallel: must divide them, as {has}")
+    if by_length := rotation_kinds(config) & set(BY_LENGTH):
+        kind = f"{type(model).__name__} rotates by the length of a row ({', '.join(by_length)})"
+        raise ModelError(f"learner.context_parallel: must be 1, as {kind}")
 
 
-def check_prefix_trees(model: PreTrainedModel) -> None:
+def check_prefix_trees(model: PreTrainedModel, *, gpu: bool) -> None:
     """Raise ModelError if prefix trees cannot act: they need float32 on a CPU, or half precision
-    on a GPU with the flash kernel, and whole contexts."""
+    on a GPU, and whole contexts."""
     if has_window(model):
         why = "a layer sees a part of its context"
-    elif model.device.type == "cpu" and model.dtype == torch.float32:
+    elif (gpu and model.dtype in HALF) or (not gpu and model.dtype == torch.float32):
         return
-    elif model.device.type == "cuda" and model.dtype in HALF:
-        why = unlike_rows(model)
     else:
         why = "they need float32 on a CPU, or half precision on a GPU"
-    if why:
-        raise ModelError(f"learner.prefix_trees: must not be always, as {why}")
+    raise ModelError(f"learner.prefix_trees: must not be always, as {why}")
 
 
-def unlike_rows(model: PreTrainedModel) -> str:
-    """Return in which way the attention of a tree of rows differs from theirs, or that the kernel
-    does not take the model's heads; empty if it does not.
-
-    Outputs and gradients are compared, on the model's device, in its precision.
-    """
+def check_tree_attention(model: PreTrainedModel, device: torch.device) -> None:
+    """Raise ModelError if the attention of a tree on this device, in the precision of the model, is
+    not that of its rows, by outputs and gradients, or if no kernel takes the model's heads."""
     config = model.config.get_text_config()
     heads = config.num_attention_heads
     size = getattr(config, "head_dim", None) or config.hidden_size // heads
     rows = [np.append(np.arange(shared), 50 + place) for place, shared in enumerate(SHARED)]
-    merged = merge(rows, model.device)
-    laid_A = torch.from_numpy(merged.place_A).to(model.device)
+    merged = merge(rows, device)
+    laid_A = torch.from_numpy(merged.place_A).to(device)
     drawn = torch.Generator().manual_seed(0)
 
     def draw(count: int, tokens: int) -> Tensor:
         part = torch.randn(1, count, tokens, size, generator=drawn)
-        return part.to(model.device, model.dtype)
+        return part.to(device, model.dtype)
 
     keys = getattr(config, "num_key_value_heads", None) or heads
     parts = [draw(count, len(merged.source_T)) for count in (heads, keys, keys)]
     weights = draw(heads, len(laid_A)).transpose(1, 2)
+    refused = "learner.prefix_trees: must not be always, as"
     if not takes_trees(parts[0]):
-        return f"the kernel takes no heads of {size}, or not on this GPU"
+        raise ModelError(f"{refused} the kernel takes no heads of {size}, or not on this GPU")
     found: list[Tensor] = []
     for tree in (True, False):
         given = [part.clone().requires_grad_() for part in parts]
-        borders = merged.borders if tree else Borders.of([*map(len, rows)], model.device)
+        borders = merged.borders if tree else Borders.of([*map(len, rows)], device)
         shown = given if tree else [part.index_select(2, laid_A) for part in given]
         query, key, value = shown
         out, _ = packed_attention(
@@ -110,7 +114,8 @@ def unlike_rows(model: PreTrainedModel) -> str:
         grads = [part.grad for part in given if part.grad is not None]
         found.append(torch.cat([one.detach().float().flatten() for one in (out, *grads)]))
     difference = float((found[0] - found[1]).norm() / found[1].norm())
-    return "" if difference <= SHORT_TOLERANCE else f"attention differs by {difference:.2g}"
+    if not difference <= SHORT_TOLERANCE:
+        raise ModelError(f"{refused} its attention differs from that of rows by {difference:.2g}")
 
 
 def has_window(model: PreTrainedModel) -> bool:

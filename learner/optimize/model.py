@@ -61,8 +61,9 @@ def fit(config: Config, model: PreTrainedModel) -> PreTrainedModel:
 def layout_of(config: Config, model: PreTrainedModel) -> Layout:
     """Return the layout of rows; ModelError if `learner` asks for one that the model cannot have.
 
-    `learner.prefix_trees` is `auto` by default: trees act on a CPU if the model permits them. On a
-    GPU, where nothing was measured, they must be asked for.
+    The model may be elsewhere than on the device of the passes. `learner.prefix_trees` is `auto` by
+    default: trees act on a CPU if the model permits them. On a GPU, where nothing was measured,
+    they must be asked for.
     """
     trees = config.learner.prefix_trees
     if not config.learner.packing:
@@ -71,10 +72,11 @@ def layout_of(config: Config, model: PreTrainedModel) -> Layout:
         return "padded"
     row_checks.check_packing(model)
     row_checks.check_context(model, config.learner.context_parallel)
-    if trees == "never" or (trees == "auto" and model.device.type != "cpu"):
+    gpu = precision.on_gpu(config.learner.device)
+    if trees == "never" or (trees == "auto" and gpu):
         return "packed"
     try:
-        row_checks.check_prefix_trees(model)
+        row_checks.check_prefix_trees(model, gpu=gpu)
     except ModelError:
         if trees == "always":
             raise
@@ -93,6 +95,8 @@ class Models:
             ranks.cost = RowCost.of(shape)
         model = load(config, self._loading, sharded=self._is_sharded)
         self.layout: Layout = layout_of(config, model)
+        if self.layout == "tree" and ranks.device.type == "cuda":
+            row_checks.check_tree_attention(model, ranks.device)
         self.model = self._sharded(model, master=True)
         self.optimizer = make_adamw(
             self.model.parameters(),

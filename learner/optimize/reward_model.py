@@ -84,6 +84,10 @@ def check(config: Config) -> None:
     if HEAD not in model.state_dict() or model.base_model is model:
         raise ModelError(f"{key}: {type(model).__name__} has no decoder with a linear head `score`")
     row_checks.check_context(model, config.learner.context_parallel)
+    family = AutoConfig.from_pretrained(config.policy.path, local_files_only=True).model_type
+    if config.learner.context_parallel > 1 and shape.model_type != family:
+        why = f"the reward model is of another family, {shape.model_type}, and its rows are padded"
+        raise ModelError(f"learner.context_parallel: must be 1, as {why}")
     if not same_tokenizer(source, config.policy.path):
         raise ModelError(f"{key}: {source} has another tokenizer than the policy")
 

@@ -2,7 +2,8 @@
 delays.
 
 All ranks wait in the collectives of every layer, so their steps take equally long. Between these
-collectives each computes alone: hooks inside those of FSDP2 measure that.
+collectives each computes alone: hooks inside those of FSDP2 measure that. Ranks that compute rows
+together also wait for one another within a layer, so that these times tell rows apart.
 """
 
 import time

@@ -137,7 +137,8 @@ def test_trees_of_groups_have_the_loss_and_gradient_of_packed_rows(device, figur
     if device.type == "cuda":
         dtype, shape = "bfloat16", {"hidden_size": 1024, "num_hidden_layers": 8}
     model = model_on(device, dtype, **shape)
-    row_checks.check_prefix_trees(model)
+    row_checks.check_prefix_trees(model, gpu=device.type == "cuda")
+    row_checks.check_tree_attention(model, device)
     batch, found = bench_prefix_trees.groups(SMALL["vocab_size"]), {}
     for layout in bench_prefix_trees.LAYOUTS * 2:  # the first round warms up
         model.zero_grad()

@@ -131,7 +131,7 @@ def layout(model: transformers.PreTrainedModel) -> str:
         same_alone_as_padded(model)
         return "padded"
     try:
-        row_checks.check_prefix_trees(model)
+        row_checks.check_prefix_trees(model, gpu=False)
     except ModelError:
         return "packed"
     return "packed, trees"

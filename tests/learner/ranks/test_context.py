@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from alike import TOLERANCE, assert_alike
 from parallel_world import LONGEST, SAVED, STEPS, Trained, be_rank, make_policies, read, train
-from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3Config
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
 from evolver_async.config import ConfigError
 from evolver_async.config.load import load
@@ -144,6 +144,19 @@ def test_ranks_that_do_not_divide_the_heads_are_refused():
     row_checks.check_context(model, 4)
     with pytest.raises(ModelError, match=r"learner\.context_parallel"):
         row_checks.check_context(model, 3)
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_rotations_by_the_length_of_a_row_are_refused(kind):
+    factors: dict[str, Any] = {"rope_type": kind, "rope_theta": 10000.0, "factor": 2.0}
+    if kind == "longrope":
+        factors |= {"short_factor": [1.0] * 2, "long_factor": [2.0] * 2}
+        factors["original_max_position_embeddings"] = 64
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(LlamaConfig(**SHAPE, rope_parameters=factors))
+    row_checks.check_context(model, 1)
+    with pytest.raises(ModelError, match=r"learner\.context_parallel"):
+        row_checks.check_context(model, 2)
 
 
 @pytest.mark.parametrize(

@@ -21,12 +21,14 @@ from transformers import (
     Qwen3Config,
 )
 
+from evolver_async.config import Config
 from evolver_async.model import flash, lora, policy, row_checks
 from evolver_async.model.cpu import lean
 from evolver_async.model.rows import tree_spans
 from evolver_async.model.rows.borders import Borders, Sequences
 from evolver_async.model.rows.prefix_trees import LEAST_SAVED, Merged, SortedRows, merge
 from evolver_async.model.tokenizer import ModelError
+from learner.optimize.model import layout_of
 
 CPU = torch.device("cpu")
 SPANS = st.sampled_from([(tree_spans.SPAN, tree_spans.NEAR), (24, 60), (10, 20), (1, 0)])
@@ -205,9 +207,10 @@ def test_a_tree_through_the_kernel_of_gpus_has_the_gradients_of_each_row(rows, n
         patch.setattr(flash, "_backward", flash_backward)
         tokens_T = np.concatenate(rows)[merged.source_T]
         compare(model, rows, merged.borders, tokens_T, merged.place_A, 5e-6)
-        assert not row_checks.unlike_rows(model)
+        row_checks.check_tree_attention(model, CPU)
         patch.setattr(flash, "_backward", lambda *given, **_: given[1:4])
-        assert row_checks.unlike_rows(model)
+        with pytest.raises(ModelError, match=r"learner\.prefix_trees"):
+            row_checks.check_tree_attention(model, CPU)
 
 
 def test_the_kernel_of_gpus_is_called_by_its_signature():
@@ -384,9 +387,9 @@ def test_the_lean_pass_leaves_other_models_alone():
     gelu = made(LlamaConfig(**SHAPE, hidden_act="gelu"))
     assert not lean.acts(policy.split_model(gelu)[0])
     with pytest.raises(ModelError, match=r"learner\.prefix_trees"):
-        row_checks.check_prefix_trees(windowed)
+        row_checks.check_prefix_trees(windowed, gpu=False)
     with pytest.raises(ModelError, match=r"learner\.prefix_trees"):
-        row_checks.check_prefix_trees(made(CONFIGS["llama"]).bfloat16())
+        row_checks.check_prefix_trees(made(CONFIGS["llama"]).bfloat16(), gpu=False)
 
 
 @pytest.mark.parametrize(
@@ -404,6 +407,31 @@ def test_a_window_that_a_model_reads_from_its_configuration_forbids_trees(
     model = made(shape)
     if windowed:
         with pytest.raises(ModelError, match="a layer sees a part of its context"):
-            row_checks.check_prefix_trees(model)
+            row_checks.check_prefix_trees(model, gpu=False)
     else:
-        row_checks.check_prefix_trees(model)
+        row_checks.check_prefix_trees(model, gpu=False)
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "trees", "expected"),
+    [
+        ("cpu", "float32", "auto", "tree"),
+        ("cpu", "bfloat16", "auto", "packed"),
+        ("cuda", "float32", "auto", "packed"),
+        ("cuda", "bfloat16", "auto", "packed"),
+        ("cuda", "bfloat16", "always", "tree"),
+        ("cuda", "float32", "always", None),
+        ("cpu", "bfloat16", "always", None),
+    ],
+)
+def test_the_layout_is_that_of_the_learners_device_wherever_the_model_is(
+    device: str, dtype: str, trees: Any, expected: str | None
+) -> None:
+    config = Config()
+    config.learner.device, config.learner.prefix_trees = device, trees
+    model = made(CONFIGS["qwen2"]).to(getattr(torch, dtype))
+    if expected is None:
+        with pytest.raises(ModelError, match=r"learner\.prefix_trees"):
+            layout_of(config, model)
+    else:
+        assert layout_of(config, model) == expected
