@@ -60,8 +60,8 @@ def check_context(model: PreTrainedModel, ranks: int) -> None:
     config = model.config.get_text_config()
     heads = getattr(config, "num_attention_heads", None)
     if not isinstance(heads, int) or heads % ranks:
-        has = f"{type(model).__name__} has {heads} attention heads"
-        raise ModelError(f"learner.context_parallel: must divide them, as {has}")
+        divided = f"must divide the attention heads of {type(model).__name__} ({heads})"
+        raise ModelError(f"learner.context_parallel: {divided}, is {ranks}")
     if by_length := rotation_kinds(config) & set(BY_LENGTH):
         kind = f"{type(model).__name__} rotates by the length of a row ({', '.join(by_length)})"
         raise ModelError(f"learner.context_parallel: must be 1, as {kind}")
