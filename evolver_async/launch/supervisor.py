@@ -327,7 +327,7 @@ class Supervisor:
         if child.due is not None and now < child.due:
             return None
         if child.moves or any(map(self.spawner.lost, child.processes)):
-            if self.spawner.bound(child.role):
+            if self.is_bound(child):
                 place = self.spawner.place_of(child.role)
                 raise RunFailed(f"{child.name} is lost with its node, and has no other {place}", 1)
             left = "has left a node that is drained" if child.moves else "is lost with its node"
@@ -357,7 +357,7 @@ class Supervisor:
         """
         if not child.moves and any(self.spawner.moves(process) for process in child.processes):
             child.moves = True
-            if self.spawner.bound(child.role):
+            if self.is_bound(child):
                 log.warning(
                     "the node of %s is drained: the run ends and can be resumed", child.name
                 )
@@ -367,6 +367,13 @@ class Supervisor:
                 return
             for process in child.processes:
                 process.terminate()
+
+    def is_bound(self, child: Child) -> bool:
+        """True if a child whose place is drained or gone has no other: of a learner's ranks on
+        several hosts the first alone is bound to its place."""
+        first = child.process
+        gone = self.spawner.moves(first) or self.spawner.lost(first)
+        return gone and self.spawner.bound(child.role)
 
     def may_restart(self, child: Child, code: int, now: float) -> bool:
         """True if a child that ended with this code has a restart left in its budget."""

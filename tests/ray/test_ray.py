@@ -63,6 +63,7 @@ ONE, TWO = [node("home", CPU=4.0, GPU=2.0)], [node("home", CPU=4.0), node("other
 ELSEWHERE = [node("home", CPU=4.0), node("other", CPU=4.0, GPU=2.0)]
 TCP = "buffer.address=tcp://10.0.0.1:4000"
 KEYS, SHARED = "security.keys=k", "weights.dir=/shared"
+HOSTS = [TCP, KEYS, SHARED, "launch.ray.shared=true"]
 BIG = ["launch.ray.actor_gpus=3"]
 
 
@@ -72,6 +73,12 @@ def head_with(*nodes: str) -> Any:
 
 
 HEAD = head_with()
+
+
+def learner_at(host: str) -> str:
+    """Two ranks on two hosts, that of the first one being `host`."""
+    met = f"address: 'tcp://{host}:4002', trusted_network: true"
+    return f"learner={{ranks: 4, hosts: 2, {met}}}"
 
 
 def weights_at(host: str) -> str:
@@ -152,6 +159,33 @@ def weights_at(host: str) -> str:
             ELSEWHERE,
             ["launch.ray={learner_gpus: 1, shared: true}", TCP, KEYS, weights_at("10.0.0.1")],
             "1 with 1 GPUs each need 1 there, and the node of weights.address has 0",
+        ),
+        (TWO, [*HOSTS, learner_at("10.0.0.2")], ""),
+        (TWO, [*HOSTS, learner_at("10.0.0.2"), weights_at("host-other")], ""),
+        (
+            TWO,
+            [*HOSTS, learner_at("10.0.0.2"), weights_at("10.0.0.1")],
+            "weights.address: tcp://10.0.0.1:4001 must be on the node of learner.address",
+        ),
+        (
+            TWO,
+            [*HOSTS, learner_at("127.0.0.1")],
+            "learner.address: must name a node by its address: processes on 2 nodes would look for",
+        ),
+        (
+            ONE,
+            [*HOSTS, learner_at("10.0.0.1")],
+            "learner.hosts: needs 2 nodes with 2 CPUs and 0 GPUs, for 2 ranks each; there are 1",
+        ),
+        (
+            ELSEWHERE,
+            [*HOSTS[:-1], "launch.ray={learner_gpus: 1, shared: true}", learner_at("10.0.0.2")],
+            "learner.hosts: needs 2 nodes with 2 CPUs and 2 GPUs, for 2 ranks each; there are 1",
+        ),
+        (
+            TWO,
+            [*HOSTS, learner_at("10.255.255.1")],
+            "learner.address: 10.255.255.1 is no node of the cluster now",
         ),
     ],
 )

@@ -56,8 +56,8 @@ def _hosts(config: Config) -> Iterator[tuple[str, str]]:
     if learner.ranks % learner.hosts:
         equal = f"equally many ranks, and learner.ranks is {learner.ranks}"
         yield "learner.hosts", f"{learner.hosts} hosts have {equal}"
-    if config.launch.kind == "ray":
-        yield "learner.hosts", "must be 1: launch.kind=ray places all ranks on one node"
+    if config.launch.kind == "ray" and not config.launch.ray.shared:
+        yield "learner.hosts", "with launch.kind=ray needs launch.ray.shared: all see run.dir"
     yield from open_address("learner", learner.address, learner.trusted_network, "ranks")
 
 

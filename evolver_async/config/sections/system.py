@@ -49,7 +49,7 @@ class RayConfig:
     strategy: Literal["spread", "pack"] = "spread"  # of actors over the nodes
     actor_cpus: float = 1.0
     actor_gpus: float = 0.0
-    learner_cpus: float = 1.0  # of one rank; all ranks run on one node
+    learner_cpus: float = 1.0  # of one rank; those of a host run on one node
     learner_gpus: float = 0.0
     service_cpus: float = 0.0  # of the buffer, and of the experience service
     # every node sees run.dir: the learner runs on that of weights.address, without one on any

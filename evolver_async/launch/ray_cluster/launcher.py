@@ -22,7 +22,7 @@ from evolver_async.config.sections.weight_channel import (
 )
 from evolver_async.errors import USER_ERROR
 from evolver_async.launch.ray_cluster.head import HeadService
-from evolver_async.launch.ray_cluster.spawner import RaySpawner
+from evolver_async.launch.ray_cluster.spawner import RaySpawner, learner_section
 from evolver_async.launch.supervisor import Supervisor
 from evolver_async.process.private_directories import PREFIX, Claim, claim, sweep
 from evolver_async.process.rendezvous import make_weights_dir
@@ -148,6 +148,9 @@ def check(
     here_alone = is_loopback(host) and host not in hosts
     if host in (*EVERYWHERE, "::") or (here_alone and len(hosts) > 1):
         raise ConfigError(f"buffer.address: {named} {host} on their own")
+    met = host_and_port(config.learner.address)[0] if config.learner.hosts > 1 else ""
+    if met and is_loopback(met) and met not in hosts:
+        raise ConfigError(f"learner.address: {named} {met} on their own")
     if config.weights.address and len(hosts) > 1 and not leaves_host(config):
         raise ConfigError(f"weights.address: {named} {config.weights.address} on their own")
     if channel(config) == "cuda_ipc":
@@ -185,7 +188,8 @@ def _check_addresses(config: Config, nodes: list[dict[str, Any]]) -> None:
     It may be another address of this node than the one that Ray knows.
     """
     tcp = config.buffer.address if config.buffer.address.startswith("tcp://") else ""
-    for key, address in (("buffer", tcp), ("weights", config.weights.address)):
+    met = config.learner.address if config.learner.hosts > 1 else ""
+    for key, address in (("buffer", tcp), ("weights", config.weights.address), ("learner", met)):
         host = host_and_port(address)[0] if address else ""
         if host and host not in (*EVERYWHERE, "::") and not _at(host, nodes) and not _is_here(host):
             known = ", ".join(
@@ -221,24 +225,44 @@ def _check_policy(config: Config, nodes: list[dict[str, Any]]) -> None:
 
 
 def _check_learner(config: Config, nodes: list[dict[str, Any]], home: str) -> None:
-    """Raise ConfigError unless a node where the learner may run has room for all its ranks."""
-    asked, ranks = config.launch.ray, config.learner.ranks
+    """Raise ConfigError unless a node where the learner may run has room for a host's ranks."""
+    asked, ranks, hosts = config.launch.ray, config.learner.ranks_per_host, config.learner.hosts
     place = learner_home_of(config, nodes, home)
+    needed = {"CPU": ranks * asked.learner_cpus, "GPU": ranks * asked.learner_gpus}
+    roomy = [
+        one
+        for one in nodes
+        if all(one["Resources"].get(name, 0.0) >= least for name, least in needed.items())
+    ]
+    if len(roomy) < hosts > 1:
+        each = f"{needed['CPU']:g} CPUs and {needed['GPU']:g} GPUs, for {ranks} ranks each"
+        raise ConfigError(f"learner.hosts: needs {hosts} nodes with {each}; there are {len(roomy)}")
+    if hosts > 1 and config.weights.address:
+        met, published = (
+            _at(host_and_port(address)[0], nodes)
+            for address in (config.learner.address, config.weights.address)
+        )
+        if met != published:
+            raise ConfigError(
+                f"weights.address: {config.weights.address} must be on the node of learner.address"
+                f" ({config.learner.address}): the first rank has both"
+            )
     if place != home and not asked.shared:
         raise ConfigError(
             f"weights.address: {config.weights.address} is on another node than the buffer, and"
             " without launch.ray.shared the learner runs on the buffer's"
         )
     places = [one for one in nodes if place in ("", one["NodeID"])]
-    which = "node of weights.address" if place else "largest node"
+    which = f"node of {learner_section(config)}.address" if place else "largest node"
     if not asked.shared:
         which = "node of the buffer, without launch.ray.shared,"
     for name, each in (("CPU", asked.learner_cpus), ("GPU", asked.learner_gpus)):
         largest = max((one["Resources"].get(name, 0.0) for one in places), default=0.0)
         if ranks * each > largest:
+            together = "all ranks" if hosts == 1 else "the ranks of a host"
             raise ConfigError(
-                f"learner.ranks: all ranks run on one node: {ranks} with {each:g} {name}s each need"
-                f" {ranks * each:g} there, and the {which} has {largest:g}"
+                f"learner.ranks: {together} run on one node: {ranks} with {each:g} {name}s each"
+                f" need {ranks * each:g} there, and the {which} has {largest:g}"
             )
 
 
@@ -252,12 +276,14 @@ def home_of(config: Config, nodes: list[dict[str, Any]]) -> str:
 
 
 def learner_home_of(config: Config, nodes: list[dict[str, Any]], home: str) -> str:
-    """Return the id of the learner's node, "" if it may run on any: that of `weights.address`, at
-    which it publishes, else the buffer's unless every node sees `run.dir`."""
+    """Return the id of the node of the learner's first rank, "" if it may run on any: that of
+    `learner.address`, at which ranks of several hosts meet, or of `weights.address`, at which it
+    publishes, else the buffer's unless every node sees `run.dir`."""
     otherwise = "" if config.launch.ray.shared else home
-    if not config.weights.address:
+    address = getattr(config, learner_section(config)).address
+    if not address:
         return otherwise
-    host, _ = host_and_port(config.weights.address)
+    host, _ = host_and_port(address)
     named = _at(host, nodes)
     return home if home in named else next(iter(named), otherwise)
 

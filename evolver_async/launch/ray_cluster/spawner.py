@@ -42,7 +42,7 @@ class RaySpawner(Spawner):
     learner_home: str
     head: HeadService
     groups: dict[str, Any] = field(default_factory=dict)  # placement groups by role
-    learner: RayHandle | None = None  # the newest process of its first rank
+    ranks: dict[int, RayHandle] = field(default_factory=dict)  # newest processes of the learner
     meeting: str = ""
     silent: bool = False  # the head's service
 
@@ -64,8 +64,8 @@ class RaySpawner(Spawner):
         wants = f"{cpus:g} CPUs" + (f" and {gpus:g} GPUs" if gpus else "")
         log_file, home = self.log_file(name), self._home_of(role)
         handle = RayHandle(name, host, order, wants, log_file, self.head, home)
-        if role == "learner" and rank == 0:
-            self.learner = handle
+        if role == "learner":
+            self.ranks[rank] = handle
         return handle
 
     def moves(self, handle: Handle) -> bool:
@@ -93,9 +93,9 @@ class RaySpawner(Spawner):
         return bool(self._home_of(role))
 
     def place_of(self, role: str) -> str:
-        weights = self.config.weights.address
-        key = "weights" if role == "learner" and weights else "buffer"
-        address = weights if key == "weights" else self.config.buffer.address
+        key = learner_section(self.config) if role == "learner" else "buffer"
+        if not (address := getattr(self.config, key).address):
+            key, address = "buffer", self.config.buffer.address
         if not address:
             return "place: it is where the run is started"
         host, port = host_and_port(address)
@@ -135,26 +135,31 @@ class RaySpawner(Spawner):
         node, resources = self._home_of(role), self.resources(role)
         if node and not any(resources):  # nothing to reserve
             return NodeAffinitySchedulingStrategy(node, soft=False)
-        # A restart keeps its reserved place, unless the node of that is drained or gone.
-        last = self.learner if role == "learner" and rank == 0 else None
-        if last is not None and (self.moves(last) or self.lost(last)):
+        # A restart keeps its reserved places, unless a node of theirs is drained or gone.
+        last = self.ranks.values() if role == "learner" and rank == 0 else ()
+        if any(self.moves(one) or self.lost(one) for one in last):
             self._give_back(role)
+        host = rank // self.config.learner.ranks_per_host
         return PlacementGroupSchedulingStrategy(
-            self._reserved(role, node, resources), placement_group_bundle_index=rank
+            self._reserved(role, node, resources), placement_group_bundle_index=host
         )
 
     def _reserved(self, role: str, node: str, resources: tuple[float, float]) -> Any:
-        """Reserve the resources of a role's processes on one node, and keep them for restarts.
+        """Reserve the resources of a role's processes, those of a learner's host together on a node
+        of its own, and keep them for restarts. The first host has `node`.
 
         An actor that waits for its place would take what a process that has died gives back.
         """
         if role not in self.groups:
+            learner, here = self.config.learner, role == "learner"
+            count, hosts = (learner.ranks_per_host, learner.hosts) if here else (1, 1)
             amounts = zip(("CPU", "GPU"), resources, strict=True)
-            bundle = {name: amount for name, amount in amounts if amount} or {"CPU": 0.01}
-            count = self.config.learner.ranks if role == "learner" else 1
-            labels = [{NODE_LABEL: node} if node else {}] * count
+            bundle = {name: count * amount for name, amount in amounts if amount}
+            labels = [{NODE_LABEL: node} if node else {}, *[{}] * (hosts - 1)]
             self.groups[role] = placement_group(
-                [bundle] * count, strategy="STRICT_PACK", bundle_label_selector=labels
+                [bundle or {"CPU": 0.01}] * hosts,
+                strategy="STRICT_PACK" if hosts == 1 else "STRICT_SPREAD",
+                bundle_label_selector=labels,
             )
         return self.groups[role]
 
@@ -171,6 +176,11 @@ class RaySpawner(Spawner):
             self._give_back(role)
         self.head.close()
 
+    def start_others(self, role: str, name: str, incarnation: int, first: int = 0) -> list[Handle]:
+        """Start the other ranks of a learner, on all of its hosts."""
+        ranks = range(first + 1, self.config.learner.ranks if role == "learner" else first + 1)
+        return [self.start(role, f"{name}-{rank}", incarnation, rank) for rank in ranks]
+
     def _order(self, role: str, name: str, incarnation: int, arguments: list[str]) -> Order:
         at_home = role != "actor"
         if at_home:
@@ -180,7 +190,8 @@ class RaySpawner(Spawner):
             arguments = [*arguments, "--keys", str(self.keys)]  # with those of admitted clients
         elif self.keys is not None:
             keys = {one: (self.keys / one).read_bytes() for one in CLIENT_KEYS}
-        several = role == "learner" and self.config.learner.ranks > 1
+        learner = self.config.learner  # ranks of several hosts meet at its address
+        several = role == "learner" and learner.ranks > 1 and learner.hosts == 1
         if several and "--rank" in arguments and arguments[arguments.index("--rank") + 1] == "0":
             self.meeting = f"evolver-ranks-{secrets.token_hex(8)}"
         return Order(
@@ -192,6 +203,11 @@ class RaySpawner(Spawner):
             secrets=forwarded(self.config),
             keys=keys,
         )
+
+
+def learner_section(config: Config) -> str:
+    """Return the section whose address binds the learner's first rank to a node."""
+    return "learner" if config.learner.hosts > 1 else "weights"
 
 
 def gone(asked: str, head: str, silent_s: float) -> str:

@@ -64,3 +64,9 @@ def test_four_ranks_on_two_hosts_have_the_losses_and_weights_of_one(
     assert (saved / f"model.{last}of{COUNT // copies}.safetensors").exists()
     again = train("rl", directory, directory / "again", resume=saved)
     assert_alike(again.rows, single["rl"].rows[SAVED:], TOLERANCE)
+    if copies == 1:
+        fewer = tmp_path / "fewer"
+        make_policies(fewer)
+        given = 3, fewer, [("rl", str(saved))]
+        mp.spawn(be_rank, args=given, nprocs=3)  # pyright: ignore[reportPrivateImportUsage]
+        assert_alike(read(fewer / "rl-resumed-0").rows, single["rl"].rows[SAVED:], TOLERANCE)
