@@ -62,7 +62,8 @@ class RaySpawner(Spawner):
             name=f"{self.run_dir.name}/{name}/{incarnation}",
         ).remote()
         wants = f"{cpus:g} CPUs" + (f" and {gpus:g} GPUs" if gpus else "")
-        log_file, home = self.log_file(name), self._home_of(role)
+        elsewhere = role == "learner" and rank >= self.config.learner.ranks_per_host
+        log_file, home = self.log_file(name), "" if elsewhere else self._home_of(role)
         handle = RayHandle(name, host, order, wants, log_file, self.head, home)
         if role == "learner":
             self.ranks[rank] = handle
@@ -133,7 +134,8 @@ class RaySpawner(Spawner):
         if role == "actor":
             return "SPREAD" if self.config.launch.ray.strategy == "spread" else "DEFAULT"
         node, resources = self._home_of(role), self.resources(role)
-        if node and not any(resources):  # nothing to reserve
+        spread = role == "learner" and self.config.learner.hosts > 1
+        if node and not any(resources) and not spread:  # nothing to reserve
             return NodeAffinitySchedulingStrategy(node, soft=False)
         # A restart keeps its reserved places, unless a node of theirs is drained or gone.
         last = self.ranks.values() if role == "learner" and rank == 0 else ()
