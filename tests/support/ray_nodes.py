@@ -93,3 +93,4 @@ class Hosts:
         for address in list(self.nodes):
             self.lose(address)
         self.cluster.remove_node(self.cluster.head_node, allow_graceful=False)
+        self.cluster.shutdown()  # forgets its address, which others would wait for
