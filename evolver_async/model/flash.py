@@ -22,6 +22,7 @@ from evolver_async.model.rows.borders import Borders, BranchLevel, Sequences
 
 HEAD = 256  # the kernel takes heads up to this size, in multiples of 8
 CAPABILITY = (8, 0)
+HALF = (torch.bfloat16, torch.float16)
 GQA = "enable_gqa"  # argument of newer kernels: share keys and values among query heads
 
 _forward = torch.ops.aten._flash_attention_forward
@@ -33,7 +34,7 @@ def fits(query: Tensor) -> bool:
     size = query.shape[-1]
     return (
         query.is_cuda
-        and query.dtype in (torch.bfloat16, torch.float16)
+        and query.dtype in HALF
         and size <= HEAD
         and size % 8 == 0
         and torch.cuda.get_device_capability(query.device) >= CAPABILITY

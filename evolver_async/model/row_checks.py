@@ -6,6 +6,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from evolver_async.model import flash
 from evolver_async.model.attention import packed_attention, takes_trees
 from evolver_async.model.cpu.products import is_short
 from evolver_async.model.policy import hidden_states
@@ -17,7 +18,6 @@ from evolver_async.model.tokenizer import ModelError
 TOLERANCE = 1e-3  # relative difference of packed hidden states
 SHORT_TOLERANCE = 0.1  # of a short type: kernels round differently in every layer
 BY_LENGTH = ("dynamic", "longrope", "su")  # rotations that depend on the longest position
-HALF = (torch.bfloat16, torch.float16)
 SHARED = (19, 33, 33, 40)  # tokens at the beginning of rows that check the attention of a tree
 
 
@@ -72,7 +72,7 @@ def check_prefix_trees(model: PreTrainedModel, *, gpu: bool) -> None:
     on a GPU, and whole contexts."""
     if has_window(model):
         why = "a layer sees a part of its context"
-    elif (gpu and model.dtype in HALF) or (not gpu and model.dtype == torch.float32):
+    elif (gpu and model.dtype in flash.HALF) or (not gpu and model.dtype == torch.float32):
         return
     else:
         why = "they need float32 on a CPU, or half precision on a GPU"

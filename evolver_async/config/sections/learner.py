@@ -281,7 +281,8 @@ class LearnerConfig:
     threads: Annotated[Count, OF_RUN] = 1
     # processes that share one learner: weights, optimizer and micro-batches
     ranks: Annotated[Count, Scope.RUN] = 1
-    # with equally many ranks: this one, and those of `evolver-async ranks RUN_DIR --host N`
+    # with equally many ranks: this one, and those of `evolver-async ranks RUN_DIR --host N`,
+    # or nodes of Ray
     hosts: Annotated[Count, Scope.RUN] = 1
     # the ranks that share weights and optimizer: all, or those of each host, which then has a
     # whole copy, and hosts send each other gradients alone
