@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from evolver_async.model import flash
@@ -17,6 +17,7 @@ from evolver_async.model.tokenizer import ModelError
 
 TOLERANCE = 1e-3  # relative difference of packed hidden states
 SHORT_TOLERANCE = 0.1  # of a short type: kernels round differently in every layer
+ATTENTION = {"full_attention", "sliding_attention", "attention"}  # kinds that carry no state
 BY_LENGTH = ("dynamic", "longrope", "su")  # rotations that depend on the longest position
 SHARED = (19, 33, 33, 40)  # tokens at the beginning of rows that check the attention of a tree
 
@@ -30,7 +31,7 @@ def check_packing(model: PreTrainedModel) -> None:
     short type rounds, and one that selects what it attends to does so beyond a length only.
     """
     refused = f"learner.packing: must be false, as {type(model).__name__}"
-    if others := layer_kinds(model) - {"full_attention", "sliding_attention"}:
+    if others := stateful_layers(model.config):
         raise ModelError(f"{refused} has layers of {', '.join(sorted(others))}")
     lengths = [3, 1, 5]
     tokens_1T = torch.arange(sum(lengths), device=model.device)[None] % model.config.vocab_size
@@ -47,9 +48,15 @@ def check_packing(model: PreTrainedModel) -> None:
         raise ModelError(f"{refused} mixes packed sequences")
 
 
-def layer_kinds(model: PreTrainedModel) -> set[str]:
-    """Return the kinds of layers that the model's configuration names; none if it names none."""
-    return set(getattr(model.config.get_text_config(), "layer_types", None) or ())
+def stateful_layers(config: PretrainedConfig) -> set[str]:
+    """Return the kinds of layers that are no plain attention; none if a model names no kinds."""
+    return _layer_kinds(config) - ATTENTION
+
+
+def _layer_kinds(config: PretrainedConfig) -> set[str]:
+    text = config.get_text_config()
+    names = ("layer_types", "layers_block_type")
+    return {kind for name in names for kind in getattr(text, name, None) or ()}
 
 
 def check_context(model: PreTrainedModel, ranks: int) -> None:
@@ -125,7 +132,7 @@ def has_window(model: PreTrainedModel) -> bool:
     some models keep it in their attention.
     """
     config = model.config.get_text_config()
-    if kinds := layer_kinds(model):
+    if kinds := _layer_kinds(config):
         return kinds != {"full_attention"}
     if getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True):
         return True

@@ -9,6 +9,7 @@ import torch
 from small_models import SHAPE, TOKENIZER
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from actors.engines.decoding import kv_slots
 from actors.envs.bandit import Bandit
 from actors.envs.vocabulary import vocabulary_of
 from evolver_async.config import ConfigError
@@ -63,10 +64,10 @@ def test_a_context_longer_than_the_models_positions_is_refused(tmp_path: Path) -
 
 
 def test_a_teacher_is_compared_with_the_policy_before_a_start(tmp_path: Path) -> None:
-    made = {"hidden_size": 16, "layers": 1, "heads": 2, "intermediate_size": 32, "max_length": 1024}
+    tiny = {"hidden_size": 16, "layers": 1, "heads": 2, "intermediate_size": 32, "max_length": 1024}
     own = vocabulary_of(load(None, ["stages.0.steps=1"]))
     for name, words in (("other", [*own, "phoen"]), ("short", own)):
-        given = made if name == "other" else made | {"max_length": 1023}
+        given = tiny if name == "other" else tiny | {"max_length": 1023}
         policy.make_tiny(tmp_path / name, seed=0, words=words, **given)
 
     def refused(*changes: str) -> str:
@@ -106,13 +107,22 @@ STATES = {"max_position_embeddings": 256, "logits_soft_cap": 1e9}
 CHUNKS = {"num_local_experts": 2, "head_dim": 8, "intermediate_size_mlp": 64}
 
 
+def made(folder: Path, kind: str, sizes: dict[str, float]) -> list[str]:
+    """Write a model of this kind, the same one on every machine; return the keys that name it."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SHAPE | sizes))
+    model.save_pretrained(folder / "policy")
+    TOKENIZER.save_pretrained(folder / "policy")
+    return [f"policy.path={folder / 'policy'}", "policy.max_length=128"]
+
+
 @pytest.mark.parametrize(
     ("kind", "sizes", "said"),
     [
         ("deepseek_v3", LATENT, "engine.kind: torch cannot run DeepseekV3ForCausalLM of policy"),
         ("falcon", {"alibi": True}, "engine.kind: torch cannot run FalconForCausalLM of policy"),
         ("mistral", {"sliding_window": 16}, r"engine.kind: .*: the model's sliding window 16 is"),
-        ("recurrent_gemma", STATES, r"engine.kind: .*: its log-probs differ by .* that are trai"),
+        ("recurrent_gemma", STATES, "engine.kind: .*: it has layers of type recurrent"),
         ("llama4_text", CHUNKS, "policy.path: Llama4ForCausalLM does not name the part"),
     ],
 )
@@ -120,19 +130,23 @@ def test_a_model_that_the_engine_cannot_run_is_refused(
     tmp_path: Path, kind: str, sizes: dict[str, float], said: str
 ) -> None:
     """It failed in the actors, at their start or in their first turn."""
-    made = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SHAPE | sizes))
-    made.save_pretrained(tmp_path / "policy")
-    TOKENIZER.save_pretrained(tmp_path / "policy")
-    given = arguments(tmp_path, f"policy.path={tmp_path / 'policy'}", "policy.max_length=128")
+    given = arguments(tmp_path, *made(tmp_path, kind, sizes))
     with pytest.raises(ConfigError, match=f"^{said}"):
         prepare.main(given)
 
 
+def test_log_probs_other_than_those_that_are_trained_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a model that carries what its configuration does not name, such as a state."""
+    monkeypatch.setattr(kv_slots, "stateful_layers", lambda _: set())
+    keys = made(tmp_path, "recurrent_gemma", STATES)
+    with pytest.raises(ConfigError, match=r"^engine\.kind: .*its log-probs differ by .* trained"):
+        prepare.main(arguments(tmp_path, *keys))
+
+
 def test_attention_that_takes_no_packed_rows_is_named_by_its_key(tmp_path: Path) -> None:
-    made = AutoModelForCausalLM.from_config(AutoConfig.for_model("falcon", **SHAPE))
-    made.save_pretrained(tmp_path / "policy")
-    TOKENIZER.save_pretrained(tmp_path / "policy")
-    keys = [f"policy.path={tmp_path / 'policy'}", "policy.max_length=128"]
+    keys = made(tmp_path, "falcon", {})
     with pytest.raises(ConfigError, match=r"^learner\.packing: must be false, as FalconFor"):
         prepare.main(arguments(tmp_path, *keys))
     prepare.main(arguments(tmp_path, *keys, "learner.packing=false", "rollout.max_tokens=8"))
