@@ -17,7 +17,7 @@ from evolver_async.model.tokenizer import ModelError
 
 TOLERANCE = 1e-3  # relative difference of packed hidden states
 SHORT_TOLERANCE = 0.1  # of a short type: kernels round differently in every layer
-ATTENTION = {"full_attention", "sliding_attention", "attention"}  # kinds that carry no state
+ATTENTION = {"full_attention", "sliding_attention", "attention"}  # kinds of layers
 BY_LENGTH = ("dynamic", "longrope", "su")  # rotations that depend on the longest position
 SHARED = (19, 33, 33, 40)  # tokens at the beginning of rows that check the attention of a tree
 
@@ -31,7 +31,7 @@ def check_packing(model: PreTrainedModel) -> None:
     short type rounds, and one that selects what it attends to does so beyond a length only.
     """
     refused = f"learner.packing: must be false, as {type(model).__name__}"
-    if others := stateful_layers(model.config):
+    if others := other_layers(model.config):
         raise ModelError(f"{refused} has layers of {', '.join(sorted(others))}")
     lengths = [3, 1, 5]
     tokens_1T = torch.arange(sum(lengths), device=model.device)[None] % model.config.vocab_size
@@ -48,7 +48,7 @@ def check_packing(model: PreTrainedModel) -> None:
         raise ModelError(f"{refused} mixes packed sequences")
 
 
-def stateful_layers(config: PretrainedConfig) -> set[str]:
+def other_layers(config: PretrainedConfig) -> set[str]:
     """Return the kinds of layers that are no plain attention; none if a model names no kinds."""
     return _layer_kinds(config) - ATTENTION
 

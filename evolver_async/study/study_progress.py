@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from evolver_async.study import output
 from evolver_async.study.directory import OPEN, Study, cold_run, runs_of, state_of
-from evolver_async.study.run_results import CurveReader
+from evolver_async.study.run_results import TESTED, CurveReader
 from evolver_async.study.scheduler import EndedRun
 from evolver_async.terminal import say
 
@@ -78,9 +78,13 @@ class StudyProgress:
             say(f"study: the summary could not be written: {words}", file=sys.stderr)
 
     def _final(self, end: EndedRun) -> str:
+        """Return the value that the summary has at the run's end, by its name."""
         metric = self.study.definition.threshold.metric
-        points = CurveReader(self.study, end.run, from_cold=False).points(metric)
-        return f"  {metric} {points[-1].value:.3f}" if points else f"  no {metric}"
+        curves = CurveReader(self.study, end.run, from_cold=False)
+        for name in (TESTED.get(metric, metric), metric):
+            if points := curves.points(name):
+                return f"  {name} {points[-1].value:.3f}"
+        return f"  no {metric}"
 
     def _left(self, runs: int) -> str:
         """Return the time that the other runs still need, in words."""

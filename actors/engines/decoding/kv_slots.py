@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import Cache, PretrainedConfig
 
-from evolver_async.model.row_checks import stateful_layers
+from evolver_async.model.row_checks import other_layers
 
 COLUMNS = 32  # attended lengths are rounded up to multiples of this
 HIDDEN, SEEN = np.float32(-np.inf), np.float32(0)  # in a mask that is added
@@ -287,7 +287,7 @@ def check_attention(config: PretrainedConfig, max_length: int) -> None:
     window = getattr(config, "sliding_window", None)
     if window and getattr(config, "use_sliding_window", True) and window < max_length:
         raise ValueError(f"the model's sliding window {window} is shorter than {max_length} tokens")
-    if kinds := stateful_layers(config):
+    if kinds := other_layers(config):
         raise ValueError(f"it has layers of type {', '.join(sorted(kinds))}")
 
 

@@ -21,6 +21,7 @@ from evolver_async.runs.watch.runs import END
 from evolver_async.study.cells import configs_of
 from evolver_async.study.definition import Definition
 from evolver_async.study.directory import Study, cold_run, command_of, runs_of, state_of
+from evolver_async.study.run_results import TESTED, results_of
 from evolver_async.study.scheduler import EndedRun, RunningCell, Scheduler, forget_failures
 from evolver_async.study.study_progress import StudyProgress, needs, size_of
 
@@ -241,9 +242,13 @@ def test_what_is_left_follows_the_first_run_and_cold_start_that_have_finished(
     assert "left 4 runs\n" in capsys.readouterr().out  # how long a run takes is not known yet
     config = Config(stages=[StageConfig(kind="sft", steps=4), StageConfig(steps=4)])
     first = run_of(study, "lr-1e-4", 0)
-    write_run(first, [0.4] * 10, before_s=4.0, config=config)
+    tested = {TESTED["eval/success"]: [0.7] * 10}
+    write_run(first, [0.4] * 10, before_s=4.0, config=config, metrics=tested)
     progress.report(EndedRun(first, "finished", "", 50.0), 3)
-    assert "left 0:01:04\n" in capsys.readouterr().out  # three runs of 20 s, a cold start of 4
+    line = capsys.readouterr().out
+    assert "left 0:01:04\n" in line  # three runs of 20 s, a cold start of 4
+    assert f"{TESTED['eval/success']} 0.700" in line, "what the summary says"
+    assert {one.run.name: one.final for one in results_of(study)}[first.name] == 0.7
     assert needs(study, 2) == (44.0, 3 * size_of(first.directory) + size_of(cold.directory))
 
 

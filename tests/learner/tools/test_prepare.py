@@ -102,7 +102,7 @@ LATENT = {
     **{"topk_group": 1, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8},
     **{"qk_nope_head_dim": 8, "v_head_dim": 8, "moe_intermediate_size": 32},
 }
-# recurrent layers, of which it says nothing, and no cap of its logits that is ever felt
+# recurrent layers, and no cap of its logits that is ever felt
 STATES = {"max_position_embeddings": 256, "logits_soft_cap": 1e9}
 CHUNKS = {"num_local_experts": 2, "head_dim": 8, "intermediate_size_mlp": 64}
 
@@ -139,7 +139,7 @@ def test_log_probs_other_than_those_that_are_trained_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of a model that carries what its configuration does not name, such as a state."""
-    monkeypatch.setattr(kv_slots, "stateful_layers", lambda _: set())
+    monkeypatch.setattr(kv_slots, "other_layers", lambda _: set())
     keys = made(tmp_path, "recurrent_gemma", STATES)
     with pytest.raises(ConfigError, match=r"^engine\.kind: .*its log-probs differ by .* trained"):
         prepare.main(arguments(tmp_path, *keys))
