@@ -96,11 +96,15 @@ def _trained_bytes(config: Config, shape: Shape) -> int:
     return shape.parameters * MASTER_BYTES + short
 
 
-def activation_bytes(config: Config, shape: Shape) -> int:
-    """Least bytes that the layers of a forward pass keep, in the stage with the largest budget."""
+def activation_bytes(config: Config, shape: Shape, *, gpu: bool = False) -> int:
+    """Least bytes that the layers of a forward pass keep, in the stage with the largest budget.
+
+    On a GPU without those that are offloaded: the input of one layer is there.
+    """
     per_token = shape.hidden
     if not config.learner.gradient_checkpointing:
         per_token = KEPT_HIDDEN * shape.hidden + KEPT_INNER * shape.inner
     stages = [merge.override(config, written.override) for written in config.stages]
     tokens = max(one.learner.token_budget or one.policy.max_length for one in stages)
-    return tokens * shape.layers * per_token * DTYPE_BYTES[config.policy.decided_dtype]
+    layers = 1 if gpu and config.learner.offload_activations else shape.layers
+    return tokens * layers * per_token * DTYPE_BYTES[config.policy.decided_dtype]

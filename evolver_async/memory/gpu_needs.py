@@ -80,7 +80,8 @@ def gpu_demands(config: Config, shape: Shape, totals: Sequence[float]) -> Iterat
 
 def _learner_bytes(config: Config, shape: Shape) -> float:
     """Return what one rank holds at least."""
-    held = training_bytes(config, shape) / config.learner.shards + activation_bytes(config, shape)
+    held = training_bytes(config, shape) / config.learner.shards
+    held += activation_bytes(config, shape, gpu=True)
     stages = [stage_as_written(config, index) for index in range(len(config.stages))]
     if (teacher := largest_teacher(stages)) is not None:
         held += (

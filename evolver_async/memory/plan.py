@@ -193,7 +193,12 @@ def _learner(
         size = _whole(config, _reward_shape(config, shape))
         yield MemoryPart("reward model", size, "reward_model.path", gpu)
     largest = max(stages, key=lambda stage: stage.learner.token_budget)
-    yield MemoryPart("activations", activation_bytes(largest, shape), "learner.token_budget", gpu)
+    layer, inputs = activation_bytes(largest, shape)
+    offloads = gpu and config.learner.offload_activations
+    kept = layer + inputs * (not offloads)
+    yield MemoryPart("activations", kept, "learner.token_budget", gpu)
+    if offloads:
+        yield MemoryPart("offloaded activations", inputs, "learner.offload_activations")
     logits = logits_bytes(config, shape, gpu)
     yield MemoryPart("logits", logits, "learner.logprob_chunk", gpu)
     if gpu:  # moments on their way to the file, long after the weights have come
@@ -359,14 +364,15 @@ def _shared(config: Config, shape: DecoderShape) -> float:
     return (versions_kept(config) + 1) * _published(config, shape)
 
 
-def activation_bytes(config: Config, shape: DecoderShape) -> float:
-    """Bytes that a pass over `learner.token_budget` tokens keeps for its backward pass."""
+def activation_bytes(config: Config, shape: DecoderShape) -> tuple[float, float]:
+    """Bytes that a pass over `learner.token_budget` tokens keeps for its backward pass: by layers,
+    of which one is there at a time if they are recomputed, and of the inputs of those."""
     size = DTYPE_BYTES[config.policy.decided_dtype]
     tokens = config.learner.token_budget or config.policy.max_length
     layer = shape.activations * tokens * size
     if config.learner.gradient_checkpointing:
-        return tokens * shape.layers * shape.hidden * size + layer
-    return shape.layers * layer
+        return layer, tokens * shape.layers * shape.hidden * size
+    return shape.layers * layer, 0.0
 
 
 def logits_bytes(config: Config, shape: DecoderShape, gpu: bool) -> float:

@@ -11,15 +11,12 @@ import itertools
 import shutil
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
-from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging
 
 from evolver_async.files import follow_umask
@@ -213,26 +210,6 @@ def _together(
     mine_K = read_K[starts[context.rank] : read_up_to[context.rank]] - own.start
     read = [end - start for start, end in zip(starts, read_up_to, strict=True)]
     return context.gathered(hidden_LD.index_select(0, mine_K), read)
-
-
-def checkpoint_layers(model: nn.Module) -> None:
-    """Keep only the input of each decoder layer; recompute the rest in the backward pass.
-
-    Gradients stay bitwise equal; a copy of the model does the same. ModelError if the model has no
-    layers that can.
-    """
-    layers = [one for one in model.modules() if isinstance(one, GradientCheckpointingLayer)]
-    if not layers:
-        raise ModelError(
-            f"learner.gradient_checkpointing: must be false, as no layer of {type(model).__name__}"
-            " can be recomputed"
-        )
-    for layer in layers:
-        # Models are always in evaluation mode: no random numbers are drawn that could differ.
-        layer.forward = partial(
-            checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False
-        )
-        setattr(layer, lean.RECOMPUTED, True)
 
 
 def token_logprobs(

@@ -11,7 +11,7 @@ from evolver_async.checkpoint.checkpoints import CheckpointError
 from evolver_async.config import Config
 from evolver_async.config.load import stage_config
 from evolver_async.config.shape import shape_of
-from evolver_async.model import lora, policy, precision, row_checks
+from evolver_async.model import layers, lora, policy, precision, row_checks
 from evolver_async.model.grammar import Grammars
 from evolver_async.model.tokenizer import ModelError
 from evolver_async.weights import probe
@@ -45,8 +45,10 @@ def fit(config: Config, model: PreTrainedModel) -> PreTrainedModel:
     """Make of a model that was read what `load` returns, in place. ModelError as there."""
     settings = config.policy
     layout_of(config, model)
+    if config.learner.compile:
+        layers.compile_layers(model)
     if config.learner.gradient_checkpointing:
-        policy.checkpoint_layers(model)
+        layers.checkpoint_layers(model, offload=config.learner.offload_activations)
     if settings.lora.rank:
         lora.inject(
             model,
@@ -94,6 +96,8 @@ class Models:
         if (shape := shape_of(config)) is not None:
             ranks.cost = RowCost.of(shape)
         model = load(config, self._loading, sharded=self._is_sharded)
+        if config.learner.compile:
+            layers.check_compiler(ranks.device)
         self.layout: Layout = layout_of(config, model)
         if self.layout == "tree" and ranks.device.type == "cuda":
             row_checks.check_tree_attention(model, ranks.device)
@@ -260,6 +264,8 @@ class Models:
                 return lora.twin(self.model)
             return self._sharded(load(self.config, self._loading, sharded=True), master=True)
         reference = _plain(self.config, self._loading, self._is_sharded)
+        if self.config.learner.compile:  # rounds like the policy, so that their KL begins at 0
+            layers.compile_layers(reference)
         return self._sharded(reference.requires_grad_(False), master=False)
 
     def _make_critic(self) -> Critic:

@@ -13,7 +13,7 @@ import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedModel
 
 from evolver_async.config import Config
-from evolver_async.model import policy, row_checks
+from evolver_async.model import layers, policy, row_checks
 from evolver_async.model.policy import ModelError
 from evolver_async.model.precision import stored_dtype
 from evolver_async.model.rows.borders import Borders
@@ -110,8 +110,10 @@ def load(config: Config, device: str, *, sharded: bool = False) -> PreTrainedMod
     if HEAD in found["missing_keys"]:
         torch.nn.init.zeros_(model.score.weight)
     torch.nn.Module.to(model, device).eval()
+    if config.learner.compile:
+        layers.compile_layers(model)
     if config.learner.gradient_checkpointing:
-        policy.checkpoint_layers(model)
+        layers.checkpoint_layers(model, offload=config.learner.offload_activations)
     return model
 
 

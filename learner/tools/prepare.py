@@ -23,7 +23,7 @@ from evolver_async.launch.run_directory import CONVERTED, CREATING
 from evolver_async.launch.start_checks import check_teachers
 from evolver_async.launch.visible_gpus import VISIBLE
 from evolver_async.memory.gpu_needs import gpus_used
-from evolver_async.model import gguf, policy
+from evolver_async.model import gguf, layers, policy
 from evolver_async.model.precision import FASTER, gains, load_policy, on_gpu
 from evolver_async.model.tokenizer import same_tokens
 from evolver_async.process.setup import RoleArgs
@@ -234,7 +234,10 @@ def _load(config: Config) -> PreTrainedModel:
         tokenizer = policy.load_tokenizer(settings.path)
         loaded = _loaded(config)
         resolve("check_engine")(config, loaded, tokenizer)
-        return model.fit(config, loaded)
+        fitted = model.fit(config, loaded)
+        if config.learner.compile and not on_gpu(config.learner.device):
+            layers.check_compiler("cpu")  # that for a GPU is tried by the learner, where the GPU is
+        return fitted
     except (policy.ModelError, ConfigError):
         raise
     except Exception as error:

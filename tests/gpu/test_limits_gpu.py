@@ -7,7 +7,7 @@ import torch
 from figures import Figure
 from gpu_models import HALF_BILLION, SMALL, TOKENIZER, model_on
 
-from evolver_async.model import policy
+from evolver_async.model import layers, policy
 from evolver_async.model.attention import NAME as PACKED
 from evolver_async.model.attention import Borders
 
@@ -70,7 +70,7 @@ def test_rows_as_long_as_contexts_get(device: torch.device, figure: Figure) -> N
     """One packed row, forward and backward with recomputed layers."""
     model = model_on(device, "float32" if device.type == "cpu" else "bfloat16")
     model.set_attn_implementation(PACKED)
-    policy.checkpoint_layers(model)
+    layers.checkpoint_layers(model)
     shape = SMALL if device.type == "cpu" else HALF_BILLION
     assert model.config.hidden_size == shape.hidden_size
     for length in ROWS[device.type]:

@@ -20,7 +20,7 @@ import bench_prefix_trees
 from bench_packing import Scale
 from micro_batches import actions
 
-from evolver_async.model import flash, policy, row_checks
+from evolver_async.model import flash, layers, policy, row_checks
 from evolver_async.model.attention import packed_attention
 from evolver_async.model.logit_chunks import LOGITS
 from evolver_async.model.rows.borders import Borders
@@ -205,7 +205,7 @@ def test_a_measured_budget_fits_the_memory_that_was_free(checkpointing, figure):
     device = torch.device("cuda")
     model = model_on(device, "bfloat16", hidden_size=512, num_hidden_layers=8, vocab_size=32768)
     if checkpointing:
-        policy.checkpoint_layers(model)
+        layers.checkpoint_layers(model)
     optimizer = torch.optim.AdamW(model.parameters())
 
     def pass_(tokens: int) -> None:

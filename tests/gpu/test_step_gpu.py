@@ -15,6 +15,7 @@ from gpu_models import HALF_BILLION, SMALL
 from gpu_steps import SIZES, lengths_of, measure, write_policy
 
 MOST_HELD = 18.5  # bytes a parameter: 18 in bfloat16 with float32 masters, and what is small
+OFFLOADED = {"packing": True, "gradient_checkpointing": True, "offload_activations": True}
 PACKED_TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}  # relative, of loss and gradient norm
 
 
@@ -38,6 +39,7 @@ def test_steps_padded_packed_and_with_recomputed_layers(device, policies, tmp_pa
         ("padded", {}),
         ("packed", {"packing": True}),
         ("packed, layers recomputed", {"packing": True, "gradient_checkpointing": True}),
+        ("packed, their inputs offloaded", OFFLOADED),
     ):
         one = found[name] = measure(device, policies[device.type], tmp_path, **learner)
         figure(f"step, {name}", one.seconds, "s")
@@ -54,6 +56,18 @@ def test_steps_padded_packed_and_with_recomputed_layers(device, policies, tmp_pa
         assert max(one.held for one in found.values()) <= MOST_HELD
         recomputed = found["packed, layers recomputed"]
         assert recomputed.peak < found["packed"].peak
+        assert found["packed, their inputs offloaded"].peak < recomputed.peak
+
+
+@pytest.mark.gpu
+def test_steps_of_compiled_layers_are_those_of_plain_ones(policies, tmp_path, figure):
+    device, tolerance = torch.device("cuda"), PACKED_TOLERANCE[SIZES["cuda"].dtype]
+    plain = measure(device, policies["cuda"], tmp_path, packing=True)
+    compiled = measure(device, policies["cuda"], tmp_path, packing=True, compile=True)
+    figure("step, compiled, of a plain one", compiled.seconds / plain.seconds, "")
+    figure("peak memory, compiled", compiled.peak / 2**30, "GiB")
+    assert compiled.loss == pytest.approx(plain.loss, rel=tolerance, abs=tolerance)
+    assert compiled.grad_norm == pytest.approx(plain.grad_norm, rel=10 * tolerance)
 
 
 @pytest.mark.gpu

@@ -100,6 +100,7 @@ HOMES: dict[str, tuple[str, ...]] = {
         "evolver_async.model.gguf",
         "evolver_async.model.cpu.lean",
         "evolver_async.model.cpu.tree_attention",
+        "evolver_async.model.layers",
         "evolver_async.model.lora",
         "evolver_async.model.precision",
         "evolver_async.model.cpu.products",

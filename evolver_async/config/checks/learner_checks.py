@@ -31,6 +31,9 @@ def learner(config: Config) -> Iterator[tuple[str, str]]:
             f"{learner.device} is one GPU: with learner.ranks > 1 set cuda, and name the GPUs in"
             " launch.gpus.learner",
         )
+    if learner.offload_activations and not learner.gradient_checkpointing:
+        needs = "needs learner.gradient_checkpointing: the inputs of recomputed layers are kept"
+        yield "learner.offload_activations", needs
     yield from _hosts(config)
     yield from _context(config)
 

@@ -260,6 +260,11 @@ class LearnerConfig:
     prefix_trees: Annotated[Literal["auto", "always", "never"], OF_RUN] = "auto"
     # recompute layers in the backward pass, for less memory
     gradient_checkpointing: Annotated[bool, OF_RUN] = False
+    # of layers that are recomputed: keep their inputs in the host's memory, not in that of a GPU
+    offload_activations: Annotated[bool, OF_RUN] = False
+    # layers compiled by torch: first passes take a minute or more, later starts find the code
+    # in TORCHINDUCTOR_CACHE_DIR, or else ~/.cache/evolver_async
+    compile: Annotated[bool, OF_RUN] = False
     # tokens of one chunk of the vocabulary projection, whose logits exist at once; 0: as many as
     # 128 MiB of logits in float32 hold, on a GPU 512 MiB
     logprob_chunk: int = 0

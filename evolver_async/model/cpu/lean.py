@@ -24,10 +24,11 @@ from evolver_async.model.rows.borders import Borders
 
 FAMILIES = (LlamaModel, Qwen2Model, Qwen3Model)
 RECOMPUTED = "recomputed"  # attribute of a layer that is computed again in the backward pass
+COMPILED = "compiled"  # attribute of a layer that torch compiles
 
 
 def acts(decoder: nn.Module) -> bool:
-    """True if `hidden_states` can compute this decoder: float32 on a CPU, whole contexts, SiLU.
+    """True if `hidden_states` computes this decoder: float32 on a CPU, whole contexts, SiLU.
 
     Sharded weights are gathered by hooks of the modules, which it does not call.
     """
@@ -42,6 +43,7 @@ def acts(decoder: nn.Module) -> bool:
         and not torch.is_autocast_enabled("cpu")
         and getattr(decoder.config, "hidden_act", None) == "silu"
         and not any(getattr(one.self_attn, "sliding_window", None) for one in _layers(decoder))
+        and not getattr(first, COMPILED, False)
     )
 
 

@@ -24,7 +24,8 @@ from evolver_async.doctor.probes.recipe import model
 from evolver_async.doctor.probes.result import ProbeResult
 from evolver_async.doctor.recipe_check import requirements
 from evolver_async.memory.bounds import Shape, activation_bytes, cache_bytes, training_bytes
-from evolver_async.model.policy import checkpoint_layers, hidden_states
+from evolver_async.model.layers import checkpoint_layers
+from evolver_async.model.policy import hidden_states
 
 ROOT = Path(__file__).parents[3]
 MODEL = ROOT / "tests" / "data" / "models" / "Qwen2.5-1.5B-Instruct"

@@ -189,6 +189,18 @@ def test_parts_on_gpus_leave_the_host() -> None:
     assert learner.private < host_memory.processes[0].private - 16 * SHAPE.parameters
 
 
+def test_inputs_of_layers_that_are_offloaded_leave_the_gpu() -> None:
+    recomputed = "learner.gradient_checkpointing=true", "learner.token_budget=1024"
+    kept, other = (
+        planned(*recomputed, f"learner.offload_activations={offloads}", gpu=True)
+        for offloads in ("false", "true")
+    )
+    inputs = 1024 * SHAPE.layers * SHAPE.hidden * 4
+    assert kept.processes[0].gpu - other.processes[0].gpu == inputs
+    assert other.private - kept.private == inputs
+    assert part(planned(*recomputed[1:]), "learner", "offloaded activations") == 0
+
+
 def test_pinned_memory_of_a_broadcast_is_rounded_as_torch_rounds_it() -> None:
     plan = planned("weights.kind=collective", "policy.dtype=bfloat16", gpu=True)
     copy, pinned = 2 * SHAPE.parameters, 1 << 23

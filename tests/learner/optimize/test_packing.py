@@ -38,7 +38,7 @@ from evolver_async.config import (
 )
 from evolver_async.config.load import dump, load, stage_config
 from evolver_async.errors import TrainingError
-from evolver_async.model import attention, flash, policy, row_checks
+from evolver_async.model import attention, flash, layers, policy, row_checks
 from evolver_async.model.logit_chunks import LOGITS
 from evolver_async.model.rows.borders import SHORT, SIMILAR, Borders
 from evolver_async.model.tokenizer import ModelError
@@ -295,7 +295,8 @@ def same_step(
         setattr(settings.learner, name, value)
     other, found = stepped(kind, settings, run_dir)
     layer = policy.split_model(other.model)[0].layers[0]
-    assert isinstance(layer.forward, partial) == settings.learner.gradient_checkpointing
+    changed = settings.learner.gradient_checkpointing or settings.learner.compile
+    assert isinstance(layer.forward, partial) == changed
     assert other.layout == (layout or ("tree" if settings.learner.packing else "padded"))
     assert found == pytest.approx(expected, rel=1e-4, abs=1e-5)
     assert abs(found["loss/policy"] - expected["loss/policy"]) <= 1e-5
@@ -362,25 +363,25 @@ def test_recomputed_layers_leave_every_bit_of_a_step(paths, tmp_path, packing, c
     same_step("rl", settings, tmp_path, atol=0.0, gradient_checkpointing=True)
 
 
-def test_recomputed_layers_need_less_memory(tmp_path):
-    shape = Qwen3Config(**SHAPE | {"num_hidden_layers": 6}, head_dim=8, vocab_size=50)
-    model = AutoModelForCausalLM.from_config(shape, attn_implementation="sdpa").eval()
-    tokens_BT = torch.zeros(4, 64, dtype=torch.long)
-
-    def needed() -> int:
-        with Peak() as memory:
-            policy.hidden_states(model, tokens_BT).sum().backward()
-        model.zero_grad()
-        return memory.most
-
-    plain = needed()
-    policy.checkpoint_layers(model)
-    assert needed() < plain / 2
+# ---- compiled layers
 
 
-def test_a_model_without_layers_to_recompute_is_refused():
-    with pytest.raises(ModelError, match=r"learner\.gradient_checkpointing"):
-        policy.checkpoint_layers(torch.nn.Linear(2, 2))
+@pytest.mark.parametrize("critic", ["", "separate"])
+@pytest.mark.parametrize("packing", [False, True])
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_a_step_of_compiled_layers_is_the_plain_one(
+    paths, tmp_path, monkeypatch, critic, packing, recomputed
+):
+    """The traced code alone: test_layers.py makes machine code of it, which takes long."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    monkeypatch.setattr(layers, "check_compiler", lambda device: None)
+    settings = config(paths["windowed" if packing else "qwen3"], [], kl_coef=0.1)
+    settings.learner.packing = packing
+    settings.learner.gradient_checkpointing = recomputed
+    if critic:
+        settings.advantage, settings.critic = AdvantageConfig(kind="gae"), CriticConfig(kind=critic)
+    layout = LAYOUTS["windowed"] if packing else ""
+    same_step("rl", settings, tmp_path, layout=layout, compile=True)
 
 
 # ---- memory of log-probs

@@ -22,7 +22,7 @@ from transformers import (
 )
 
 from evolver_async.config import Config
-from evolver_async.model import flash, lora, policy, row_checks
+from evolver_async.model import flash, layers, lora, policy, row_checks
 from evolver_async.model.cpu import lean
 from evolver_async.model.rows import tree_spans
 from evolver_async.model.rows.borders import Borders, Sequences
@@ -369,7 +369,7 @@ def test_recomputed_layers_and_adapters_change_nothing(adapted):
     for recomputed in (False, True):
         model, merged = made(CONFIGS["qwen3"]), merge(rows, CPU)
         if recomputed:
-            policy.checkpoint_layers(model)
+            layers.checkpoint_layers(model)
         if adapted:
             lora.inject(model, rank=2, alpha=4.0, targets=["q_proj", "up_proj"], seed=0)
         assert lean.acts(policy.split_model(model)[0]) and merged.borders.branches
