@@ -275,20 +275,11 @@ def target_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """Compute `token_logprobs` of targets, at least one, behind known hidden states.
 
-    `masks`: of targets that were sampled under a grammar. `context`: ranks that call it with the
-    same targets, each of which projects a share of them.
+    `masks`: of targets that were sampled under a grammar. `context`: as in `read_out`.
     """
     _, head = split_model(model)
-    targets_N = targets_N.long()
-    if context is not None and len(targets_N) >= context.count:
-        own = context.own(len(targets_N))
-        part = None if masks is None else masks.of(masks.mask_N[own])
-        readout = TargetReadout(targets_N[own], temperature, with_entropy, entropy_top_k, part)
-        own_L2 = torch.stack(read_out(head, hidden_ND[own], readout, chunk), 1)
-        found_N2 = context.gathered(own_L2, context.lengths(len(targets_N)))
-        return found_N2[:, 0], found_N2[:, 1]
-    readout = TargetReadout(targets_N, temperature, with_entropy, entropy_top_k, masks)
-    logprobs_N, entropy_N = read_out(head, hidden_ND, readout, chunk)
+    readout = TargetReadout(targets_N.long(), temperature, with_entropy, entropy_top_k, masks)
+    logprobs_N, entropy_N = read_out(head, hidden_ND, readout, chunk, context=context)
     return logprobs_N, entropy_N
 
 

@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from evolver_async.model.logit_chunks import chunk_tokens
+from evolver_async.model.rows.context import ContextGroup
 
 # In place of a masked logit. Not -inf: an entropy would add 0 · inf.
 MASKED = -1e30
@@ -143,18 +144,31 @@ def _entropy(logps_NV: Tensor) -> Tensor:
 
 
 def read_out(
-    head: nn.Module, hidden_ND: Tensor, readout: Readout, chunk: int, *, heads: int = 1
+    head: nn.Module,
+    hidden_ND: Tensor,
+    readout: Readout,
+    chunk: int,
+    *,
+    heads: int = 1,
+    context: ContextGroup | None = None,
 ) -> tuple[Tensor, ...]:
     """Return the values of a readout behind hidden states, at least one; float32[N] of each kind.
 
     chunk: as `learner.logprob_chunk`; `heads`: number of those whose logits exist at once.
+    `context`: ranks that call it with the same positions, each of which projects a share of them.
     Differentiable.
     """
     assert isinstance(head, nn.Linear)
     tokens = chunk_tokens(chunk, heads * head.out_features, gpu=hidden_ND.is_cuda)
-    found = _Chunks.apply(hidden_ND, head.weight, head.bias, readout, tokens)
+    weights, count = (head.weight, head.bias), len(hidden_ND)
+    if context is None or count < context.count:
+        found = _Chunks.apply(hidden_ND, *weights, readout, tokens, 0)
+        assert isinstance(found, tuple)
+        return found
+    own = context.own(count)
+    found = _Chunks.apply(hidden_ND[own], *weights, readout, tokens, own.start)
     assert isinstance(found, tuple)
-    return found
+    return context.gathered(torch.stack(found, 1), context.lengths(count)).unbind(1)
 
 
 class _Chunks(torch.autograd.Function):
@@ -168,13 +182,19 @@ class _Chunks(torch.autograd.Function):
         bias_V: Tensor | None,
         readout: Readout,
         chunk: int,
+        first: int,
     ) -> tuple[Tensor, ...]:
+        """`first`: the readout's number of the first of these positions."""
         count, parts = len(hidden_ND), list[tuple[Tensor, ...]]()
-        ctx.chunks = [slice(at, min(at + chunk, count)) for at in range(0, count, chunk)]
+        ctx.chunks = [
+            (slice(at, end), slice(first + at, first + end))
+            for at in range(0, count, chunk)
+            for end in [min(at + chunk, count)]
+        ]
         ctx.kept_NV = None
-        for rows in ctx.chunks:
+        for own, rows in ctx.chunks:
             ctx.kept_NV = None  # before the next chunk's logits exist
-            ctx.kept_NV = readout.prepare(F.linear(hidden_ND[rows], weight_VD, bias_V), rows)
+            ctx.kept_NV = readout.prepare(F.linear(hidden_ND[own], weight_VD, bias_V), rows)
             parts.append(readout.values(ctx.kept_NV, rows))
         ctx.save_for_backward(hidden_ND, weight_VD, bias_V)
         ctx.readout = readout
@@ -191,25 +211,25 @@ class _Chunks(torch.autograd.Function):
         by_hidden_ND = torch.empty_like(hidden_ND) if for_hidden else None
         by_weight_VD = None
         by_bias_V = weight_VD.new_zeros(len(weight_VD), dtype=wide) if for_bias else None
-        for rows in reversed(ctx.chunks):
+        for own, rows in reversed(ctx.chunks):
             prepared_NV, ctx.kept_NV = ctx.kept_NV, None
             if prepared_NV is None:
-                logits_NV = F.linear(hidden_ND[rows], weight_VD, bias_V)
+                logits_NV = F.linear(hidden_ND[own], weight_VD, bias_V)
                 prepared_NV = ctx.readout.prepare(logits_NV, rows)
                 del logits_NV
-            given = [None if one is None else one[rows] for one in by_values]
+            given = [None if one is None else one[own] for one in by_values]
             by_logits_NV = ctx.readout.gradient(prepared_NV, rows, given, dtype)
             del prepared_NV
             if by_hidden_ND is not None:
-                by_hidden_ND[rows] = by_logits_NV @ weight_VD
+                by_hidden_ND[own] = by_logits_NV @ weight_VD
             if by_bias_V is not None:
                 by_bias_V += by_logits_NV.sum(0, dtype=wide)
             if for_weight and by_weight_VD is None:
-                by_weight_VD = (by_logits_NV.T @ hidden_ND[rows]).to(wide)
+                by_weight_VD = (by_logits_NV.T @ hidden_ND[own]).to(wide)
             elif by_weight_VD is not None and wide == dtype:
-                by_weight_VD.addmm_(by_logits_NV.T, hidden_ND[rows])
+                by_weight_VD.addmm_(by_logits_NV.T, hidden_ND[own])
             elif by_weight_VD is not None:
-                by_weight_VD += by_logits_NV.T @ hidden_ND[rows]
+                by_weight_VD += by_logits_NV.T @ hidden_ND[own]
             del by_logits_NV  # before the next chunk's logits exist
         weights = (None if one is None else one.to(dtype) for one in (by_weight_VD, by_bias_V))
-        return by_hidden_ND, *weights, None, None
+        return by_hidden_ND, *weights, None, None, None

@@ -16,6 +16,7 @@ import torch
 
 from evolver_async.model.projection import TokenMasks
 from evolver_async.model.rows.borders import Borders
+from evolver_async.model.rows.context import ContextGroup
 from evolver_async.model.rows.prefix_trees import SortedRows
 from evolver_async.schema import Array
 from learner.data.packing import Layout, RowCost, cut_rows, cut_trees, deal_rows, place, ranges
@@ -63,6 +64,11 @@ class MicroBatch:
     end_B: torch.Tensor
     borders: Borders | None
     masks_Q: TokenMasks | None = None
+
+    @property
+    def context(self) -> ContextGroup | None:
+        """The ranks that compute these rows together, None if this one does so alone."""
+        return None if self.borders is None else self.borders.context
 
     @property
     def masks_N(self) -> TokenMasks | None:

@@ -20,6 +20,7 @@ import torch
 from evolver_async.config import Config
 from evolver_async.model import policy
 from evolver_async.model.projection import TokenMasks, masked, read_out
+from evolver_async.model.rows.context import ContextGroup
 from learner.data.batch import Batch, MicroBatch, Minibatch, lay_out
 from learner.data.packing import Layout
 from learner.loss.divergence import divergence
@@ -92,7 +93,7 @@ class Distillation:
 
         known_ND: the teacher's hidden states behind which the same tokens are predicted.
         """
-        kl_N = self._divergence(model, known_ND, _hidden(model, student), student.masks_N)
+        kl_N = self._divergence(model, known_ND, _hidden(model, student), student)
         scale_N = token_scale(
             self.aggregation,
             student.length_N,
@@ -107,7 +108,7 @@ class Distillation:
         model: torch.nn.Module,
         known_ND: torch.Tensor,
         hidden_ND: torch.Tensor,
-        masks_N: TokenMasks | None,
+        micro: MicroBatch,
     ) -> torch.Tensor:
         """Compute the KL of every token."""
         _, head = policy.split_model(model)
@@ -117,12 +118,16 @@ class Distillation:
         else:
             known_head = head
         compare = partial(from_hidden, known_head, heat, self.kind, 0.5)
-        return compared(model, hidden_ND, [known_ND], masks_N, heat, self.chunk, compare)
+        readout = ComparedReadout([known_ND], micro.masks_N, heat, compare)
+        return compared(model, hidden_ND, readout, self.chunk, micro.context)
 
 
 @dataclass(frozen=True)
 class ComparedReadout:
-    """Divergences that `compare` finds of logits; arguments as of `compared`."""
+    """Divergences of the student's logits from what is known of every token.
+
+    known: tensors with an entry for each token. compare: (logits_NV, masks of the tokens, *known).
+    """
 
     known: list[torch.Tensor]
     masks: TokenMasks | None
@@ -157,21 +162,17 @@ class ComparedReadout:
 def compared(
     model: torch.nn.Module,
     hidden_ND: torch.Tensor,
-    known: list[torch.Tensor],
-    masks_N: TokenMasks | None,
-    temperature: float,
+    readout: ComparedReadout,
     chunk: int,
-    compare: Callable[..., torch.Tensor],
+    context: ContextGroup | None,
 ) -> torch.Tensor:
-    """Compare the student's logits with what is known of every token, in chunks, which the backward
-    pass computes again; return float32[N].
+    """Compare the student's logits in chunks, which the backward pass computes again; float32[N].
 
-    hidden_ND: the student's hidden states behind which the tokens are predicted. known: tensors
-    with an entry for each token. compare: (logits_NV, masks of the tokens, *known) of a chunk.
+    hidden_ND: the student's hidden states behind which the tokens are predicted; `context`: the
+    ranks that share them.
     """
     _, head = policy.split_model(model)
-    readout = ComparedReadout(known, masks_N, temperature, compare)
-    (found_N,) = read_out(head, hidden_ND, readout, chunk, heads=2)
+    (found_N,) = read_out(head, hidden_ND, readout, chunk, heads=2, context=context)
     return found_N
 
 

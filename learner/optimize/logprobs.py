@@ -84,7 +84,7 @@ class Scorer:
             self.temperature,
             self.chunk,
             masks=micro.masks_Q,
-            context=micro.borders and micro.borders.context,
+            context=micro.context,
         )
         return found[0].index_select(0, micro.prediction_N)
 

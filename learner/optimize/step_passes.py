@@ -17,7 +17,12 @@ from learner.data.batch import MicroBatch, Minibatch
 from learner.data.packing import Layout
 from learner.loss.accounting import Accounting
 from learner.optimize.critic import Critic, CriticTraining
-from learner.optimize.distillation import Distillation, compared, from_hidden
+from learner.optimize.distillation import (
+    ComparedReadout,
+    Distillation,
+    compared,
+    from_hidden,
+)
 from learner.optimize.model import Models
 from learner.optimize.teaching import StudentPass, Teaching
 from learner.optimize.token_budget import measured
@@ -222,8 +227,8 @@ class StepPasses:
         value = (logprobs_N + entropy_N).sum()
         if known_ND is not None and self.models.teacher is not None:
             compare = partial(from_hidden, self.models.teacher.head, 1.0, "forward", 0.5)
-            given = hidden_ND, [known_ND], None, 1.0, stage.learner.logprob_chunk, compare
-            value = value + compared(self.models.model, *given).sum()
+            given = ComparedReadout([known_ND], None, 1.0, compare), stage.learner.logprob_chunk
+            value = value + compared(self.models.model, hidden_ND, *given, None).sum()
         if critic is not None:
             value = value + critic.values(hidden_BTD, tokens_BT, borders).sum()
         return value
@@ -246,8 +251,7 @@ class StepPasses:
                 self.models.model, micro.tokens_BT, micro.borders, micro.read_K
             )
             hidden_QD = hidden_KD.index_select(0, micro.source_Q)
-            context = micro.borders and micro.borders.context
-            given = hidden_QD, micro.target_Q, micro.masks_Q, context
+            given = hidden_QD, micro.target_Q, micro.masks_Q, micro.context
             found_Q = self._logprobs(stage, *given)
             theta_N, entropy_N = (one.index_select(0, micro.prediction_N) for one in found_Q)
             value, terms = loss(theta_N, entropy_N, micro, minibatch, accounting)

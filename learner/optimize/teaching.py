@@ -21,7 +21,7 @@ from learner.data.aligned import Texts, align
 from learner.data.batch import Batch, MicroBatch, Minibatch
 from learner.loss.divergence import chunk_gaps, divergence, listed, with_rest
 from learner.loss.terms import token_scale
-from learner.optimize.distillation import compared, from_hidden
+from learner.optimize.distillation import ComparedReadout, compared, from_hidden
 from learner.optimize.logprobs import Scorer
 from learner.optimize.teacher import Teacher
 from learner.optimize.teacher_endpoint import TeacherEndpoint
@@ -78,7 +78,8 @@ class Vocabulary(Known):
         assert student.known is not None
         heat, kind, beta = self.settings.temperature, self.settings.divergence, self.settings.beta
         compare = partial(from_hidden, self.teacher.head, heat, kind, beta)
-        given = [student.known], student.micro.masks_N, heat, self.chunk, compare
+        readout = ComparedReadout([student.known], student.micro.masks_N, heat, compare)
+        given = readout, self.chunk, student.micro.context
         found_N = compared(student.model, student.hidden_ND, *given)
         return found_N, found_N.detach(), len(found_N)
 
@@ -105,7 +106,7 @@ class Likeliest(Known):
 
         listed_NK = [student.micro.of(self.token_NK), student.micro.of(self.logp_NK)]
         # The endpoint knows nothing of grammars: both are compared without.
-        given = listed_NK, None, 1.0, self.chunk, compare
+        given = ComparedReadout(listed_NK, None, 1.0, compare), self.chunk, student.micro.context
         found_N = compared(student.model, student.hidden_ND, *given)
         return found_N, found_N.detach(), len(found_N)
 

@@ -3,7 +3,7 @@
 Ranks are spawned processes that meet at a file and talk by gloo.
 """
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Co
 from evolver_async.config import ConfigError
 from evolver_async.config.load import load
 from evolver_async.model import policy, row_checks
+from evolver_async.model.projection import TargetReadout, read_out
 from evolver_async.model.rows.borders import Borders
+from evolver_async.model.rows.context import ContextGroup
 from evolver_async.model.rows.prefix_trees import merge
 from evolver_async.model.tokenizer import ModelError
 from learner.ranks.meeting import FileMeeting
@@ -131,7 +133,27 @@ def be_part(rank: int, directory: Path, count: int) -> None:
             dist.all_reduce(part)
             torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5, msg=f"{name}, {kind}")
             assert (part - gradient).norm() <= 1e-5 * gradient.norm(), f"{name}, {kind}"
+        assert ranks.context is not None
+        own = ranks.context.own(9)
+        assert projected(model, ranks.context, 9) == [*range(own.start, own.stop)]
     ranks.leave()
+
+
+def projected(model: Any, context: ContextGroup, count: int) -> list[int]:
+    """The positions that this rank projects, of so many that all ranks of a row read."""
+    seen = list[int]()
+
+    @dataclass(frozen=True)
+    class Seen(TargetReadout):
+        def prepare(self, logits_NV: torch.Tensor, rows: slice) -> torch.Tensor:
+            seen.extend(range(rows.start, rows.stop))
+            return super().prepare(logits_NV, rows)
+
+    hidden_ND = torch.zeros(count, SHAPE["hidden_size"])
+    readout = Seen(torch.zeros(count, dtype=torch.int64), 1.0, False, 0, None)
+    found_N, _ = read_out(policy.split_model(model)[1], hidden_ND, readout, 2, context=context)
+    assert len(found_N) == count
+    return seen
 
 
 def test_four_ranks_share_two_heads_of_keys_and_rows_shorter_than_they_are_many(tmp_path):
