@@ -31,6 +31,7 @@ STATE = "state.json"  # the learner's numbers
 LEFT = "LEFT"  # the file that marks a checkpoint whose run has gone back to an earlier one
 NAME = re.compile(r"(\d{6,})-step-(\d+)")
 TEMPORARY = ".tmp-"  # the prefix of a checkpoint that is being written
+DELETED = ".deleted-"  # the prefix of one that is being deleted
 READ_BYTES = 4 << 20  # hashed between two of them; every reader of a checkpoint holds so many
 
 
@@ -302,6 +303,8 @@ def _describe(path: Path, touched: Path | None = None) -> File:
 def _prune(directory: Path, keep: int, lasting: Container[Path]) -> None:
     """Keep the newest `keep` different resumable checkpoints, all after the oldest of these, and
     `lasting`. Of copies the newest is kept; it gets the notes of the others."""
+    for left in directory.glob(f"{DELETED}*"):
+        _delete(left)
     found = resumable(directory)
     newest = distinct(found)[-keep:]
     oldest = serial_of(newest[0][0])
@@ -320,14 +323,17 @@ def _prune(directory: Path, keep: int, lasting: Container[Path]) -> None:
 
 
 def _delete(path: Path) -> None:
-    """Delete a checkpoint, its manifest first: a killed deletion leaves no valid one. A link is
-    only unlinked.
-
-    One that cannot be deleted, as on NFS while a process reads it, is tried again after the next.
-    """
+    """Delete a checkpoint, renamed first: what a killed deletion leaves is not listed, and is
+    deleted after the next one, as is what NFS keeps while a process reads it. A link is only
+    unlinked."""
     try:
-        if not path.is_symlink():
-            (path / MANIFEST).unlink(missing_ok=True)
-        remove(path)
+        if path.is_symlink():
+            path.unlink()
+            return
+        deleted = path.with_name(f"{DELETED}{path.name.removeprefix(DELETED)}")
+        path.rename(deleted)
+        # After a power cut it can have its name again: then it must not be complete.
+        (deleted / MANIFEST).unlink(missing_ok=True)
+        remove(deleted)
     except OSError as error:
         log.warning("%s: cannot be deleted yet: %s", path, error.strerror)

@@ -162,7 +162,7 @@ def test_one_that_cannot_be_deleted_costs_room_and_nothing_else(
 ) -> None:
     """NFS keeps the files that a process of this host reads in their directory, under new names."""
     save_steps(tmp_path, 1, 2, keep=2)
-    read, _ = valid(tmp_path)[0]
+    read = tmp_path / f"{checkpoint.DELETED}{valid(tmp_path)[0][0].name}"
     rmtree = shutil.rmtree
 
     def rmtree_of_nfs(path: Path, **options: bool) -> None:
@@ -172,13 +172,36 @@ def test_one_that_cannot_be_deleted_costs_room_and_nothing_else(
 
     monkeypatch.setattr(shutil, "rmtree", rmtree_of_nfs)
     save_steps(tmp_path, 3, keep=2)
-    assert f"{read}: cannot be deleted yet: Directory not empty" in caplog.text
+    (said,) = caplog.messages
+    assert said.startswith(f"{tmp_path}/") and said.endswith("Directory not empty")
     assert [manifest.step for _, manifest in valid(tmp_path)] == [2, 3], (
         "what is left of it is none"
     )
     monkeypatch.undo()
     save_steps(tmp_path, 4, keep=2)
     assert not read.exists()
+
+
+def test_a_killed_deletion_leaves_nothing_that_is_listed_and_the_next_sweeps_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Died(BaseException):
+        pass
+
+    def killed(path: Path, **options: bool) -> None:
+        raise Died
+
+    save_steps(tmp_path, 1, 2, keep=2)
+    monkeypatch.setattr(shutil, "rmtree", killed)
+    with pytest.raises(Died):
+        save_steps(tmp_path, 3, keep=2)
+    monkeypatch.undo()
+    assert [manifest.step for _, manifest in valid(tmp_path)] == [2, 3]
+    assert load_newest(tmp_path, "run")[1].step == 3
+    assert not caplog.records, "nobody has to know"
+    assert progress(tmp_path) is None, "nothing is being written"
+    save_steps(tmp_path, 4, keep=2)
+    assert sorted(one.name.partition("-step-")[2] for one in tmp_path.iterdir()) == ["3", "4"]
 
 
 def flatten(path: Path) -> None:
